@@ -1,0 +1,43 @@
+"""GuardPaint: safety for text-to-image diffusion that repairs the picture while it is being made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "GuardPaint": "guardpaint.system",
+    "GuardConfig": "guardpaint.config",
+    "Policy": "guardpaint.policy",
+    "GuardReport": "guardpaint.report",
+    "AuditLog": "guardpaint.audit_log",
+    "AuditorScorer": "guardpaint.audit.model",
+    "AuditorConfig": "guardpaint.audit.model",
+    "Inpainter": "guardpaint.repair.inpainter",
+    "NativeRepairer": "guardpaint.repair.native",
+    "TournamentProposer": "guardpaint.repair.proposer",
+    "GuardPaintError": "guardpaint.errors",
+}
+__all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from guardpaint.audit.model import AuditorConfig, AuditorScorer
+    from guardpaint.audit_log import AuditLog
+    from guardpaint.config import GuardConfig
+    from guardpaint.errors import GuardPaintError
+    from guardpaint.policy import Policy
+    from guardpaint.repair.inpainter import Inpainter
+    from guardpaint.repair.native import NativeRepairer
+    from guardpaint.repair.proposer import TournamentProposer
+    from guardpaint.report import GuardReport
+    from guardpaint.system import GuardPaint
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use, so that `import guardpaint` stays light."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'guardpaint' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)

@@ -1,0 +1,1 @@
+"""Audit: is the picture safe, what is wrong with it, and where."""

@@ -1,0 +1,270 @@
+"""The Auditor-Scorer A_s (SPEC §2): one backbone, six answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
+from guardpaint.checkpoint import CONFIG, load_state, read_json, save_module
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.types import SAFE, Audit
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class AuditorConfig:
+    """Shape of an auditor; the defaults are the production size (ResNet-101, d = 512)."""
+
+    categories: tuple[str, ...] = (SAFE, "nudity", "violence")
+    stem_channels: int = 64
+    stage_channels: tuple[int, ...] = (256, 512, 1024, 2048)
+    stage_depths: tuple[int, ...] = (3, 4, 23, 3)
+    layer_type: str = "bottleneck"
+    text_dim: int = 512
+    embed_dim: int = 256
+    heads: int = 8
+    time_dims: tuple[int, int, int] = (128, 256, 512)
+    seam_channels: int = 512
+    strength_hidden: tuple[int, int] = (512, 128)
+    dropout: float = 0.1
+    vocab_size: int = 258
+    max_tokens: int = 128
+    sizes: tuple[int, int] = (224, 384)
+
+    def __post_init__(self) -> None:
+        if len(self.categories) < 2 or self.categories[0] != SAFE:
+            raise BadConfig(f"categories={self.categories}: the first must be {SAFE!r}")
+        if len(self.stage_channels) != len(self.stage_depths):
+            raise BadConfig(f"{len(self.stage_channels)} stage_channels but {len(self.stage_depths)} depths")
+        if self.text_dim % (2 * self.heads) or self.layer_type not in ("basic", "bottleneck"):
+            raise BadConfig(
+                f"text_dim={self.text_dim} must divide by 2·heads={2 * self.heads}; "
+                f"layer_type={self.layer_type!r} must be basic or bottleneck"
+            )
+        if min(self.sizes) < 16 or self.sizes[0] > self.sizes[1]:
+            raise BadConfig(f"sizes={self.sizes}: coarse and fine pixels, ascending, at least 16")
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> AuditorConfig:
+        """A small shape of the same network, for tests and the embedded default; maps are size/8."""
+        shape: dict[str, Any] = {
+            "stem_channels": 16,
+            "stage_channels": (16, 32),
+            "stage_depths": (1, 1),
+            "layer_type": "basic",
+            "text_dim": 32,
+            "embed_dim": 256,
+            "heads": 4,
+            "time_dims": (16, 16, 32),
+            "seam_channels": 16,
+            "strength_hidden": (32, 16),
+            "sizes": (64, 128),
+        }
+        return cls(**{**shape, **changes})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> AuditorConfig:
+        try:
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        except TypeError as error:
+            raise BadConfig(f"auditor config: {error}") from error
+
+
+class Scores(NamedTuple):
+    """Raw outputs of one forward pass; logits where a loss wants logits."""
+
+    adv_logit: Float[Tensor, " b"]
+    adv_map: Float[Tensor, "b h w"]
+    class_logits: Float[Tensor, "b c"]
+    class_maps: Float[Tensor, "b c h w"]
+    strength: Float[Tensor, " b"]
+    quality: Float[Tensor, " b"]
+    image_embed: Float[Tensor, "b e"]
+    text_embed: Float[Tensor, "b e"]
+    f_text: Float[Tensor, "b d"]
+    cosine: Float[Tensor, " b"]
+
+
+class Film(nn.Module):
+    """Feature-wise modulation (1 + γ) ⊙ x + β by the time embedding."""
+
+    def __init__(self, time_dim: int, channels: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(time_dim, 2 * channels)
+
+    def forward(self, x: Float[Tensor, "b c *s"], time: Float[Tensor, "b t"]) -> Float[Tensor, "b c *s"]:
+        gamma, beta = self.project(time).chunk(2, dim=1)
+        shape = (*gamma.shape, *[1] * (x.dim() - 2))
+        return (1 + gamma.view(shape)) * x + beta.view(shape)
+
+
+class AuditorScorer(nn.Module):
+    """Trigger, localise and score. Implements the `Auditor` protocol."""
+
+    def __init__(self, config: AuditorConfig | None = None, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__()
+        from transformers import ResNetConfig, ResNetModel
+
+        self.config = config = config or AuditorConfig()
+        self.tokenizer = tokenizer or default_tokenizer()
+        if self.tokenizer.get_vocab_size() > config.vocab_size:
+            raise BadConfig(
+                f"tokenizer has {self.tokenizer.get_vocab_size()} tokens, vocab_size={config.vocab_size}"
+            )
+        channels, d = config.stage_channels[-1], config.text_dim
+        self.backbone = ResNetModel(
+            ResNetConfig(
+                embedding_size=config.stem_channels,
+                hidden_sizes=list(config.stage_channels),
+                depths=list(config.stage_depths),
+                layer_type=config.layer_type,
+            )
+        )
+        self.text = TextEncoder(config.vocab_size, d)
+        self.query = nn.Conv2d(channels, d, 1)
+        self.query_norm, self.key_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.attention = nn.MultiheadAttention(d, config.heads, batch_first=True)
+        t1, t2, t3 = config.time_dims
+        self.time = nn.Sequential(
+            nn.Linear(1, t1), nn.SiLU(), nn.Linear(t1, t2), nn.SiLU(), nn.Linear(t2, t3), nn.SiLU()
+        )
+        self.adv_head = nn.Conv2d(channels, 1, 1)
+        self.class_head = nn.Conv2d(channels, len(config.categories), 1)
+        self.strength_film = Film(t3, channels)
+        s1, s2 = config.strength_hidden
+        self.strength_head = nn.Sequential(
+            nn.Linear(channels, s1),
+            nn.SiLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(s1, s2),
+            nn.SiLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(s2, 1),
+        )
+        self.seam_conv = nn.Conv2d(channels, config.seam_channels, 3, padding=1)
+        self.seam_film = Film(t3, config.seam_channels)
+        self.seam_head = nn.Sequential(
+            nn.SiLU(), nn.Conv2d(config.seam_channels, config.seam_channels // 2, 1), nn.SiLU()
+        )
+        self.seam_out = nn.Linear(config.seam_channels // 2, 1)
+        e = config.embed_dim
+        self.image_proj = nn.Sequential(nn.Linear(d, d), nn.SiLU(), nn.Linear(d, e))
+        self.text_proj = nn.Sequential(nn.Linear(d, d), nn.SiLU(), nn.Linear(d, e))
+        self.log_temperature = nn.Parameter(torch.tensor(0.07).log())
+        self.register_buffer("f_slope", torch.tensor(4.0))
+        self.register_buffer("f_offset", torch.tensor(0.0))
+        self.register_buffer("mean", torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(IMAGENET_STD).view(1, 3, 1, 1), persistent=False)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        return self.config.categories
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.config.sizes
+
+    def features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b c u v"]:
+        """F_vis of images in [0, 1]."""
+        return self.backbone((images - self.mean) / self.std).last_hidden_state
+
+    def stages(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor]:
+        """Feature maps of the stem and of every stage, for the seam metric."""
+        out = self.backbone((images - self.mean) / self.std, output_hidden_states=True)
+        return list(out.hidden_states)
+
+    def forward(
+        self, images: Float[Tensor, "b 3 h w"], ids: Int[Tensor, "b l"], noise: Float[Tensor, " b"]
+    ) -> Scores:
+        return self.heads(self.features(images), ids, noise)
+
+    def heads(
+        self, visual: Float[Tensor, "b c u v"], ids: Int[Tensor, "b l"], noise: Float[Tensor, " b"]
+    ) -> Scores:
+        """All heads on given backbone features (Grad-CAM differentiates from here)."""
+        time = self.time(noise[:, None])
+        adv = self.adv_head(visual)[:, 0]
+        classes = self.class_head(visual)
+        strength = self.strength_head(self.strength_film(visual.mean((2, 3)), time))[:, 0]
+        seam = self.seam_head(self.seam_film(self.seam_conv(visual), time))
+        f_text, sequence, padding = self.text(ids)
+        queries = self.query_norm(self.query(visual).flatten(2).transpose(1, 2))
+        keys = self.key_norm(sequence)
+        attended, _ = self.attention(queries, keys, keys, key_padding_mask=padding, need_weights=False)
+        image_embed = F.normalize(self.image_proj(attended.mean(1)), dim=1)
+        text_embed = F.normalize(self.text_proj(f_text), dim=1)
+        return Scores(
+            adv_logit=adv.mean((1, 2)),
+            adv_map=adv,
+            class_logits=classes.mean((2, 3)),
+            class_maps=classes,
+            strength=strength.sigmoid(),
+            quality=self.seam_out(seam.mean((2, 3)))[:, 0].sigmoid(),
+            image_embed=image_embed,
+            text_embed=text_embed,
+            f_text=f_text,
+            cosine=(image_embed * text_embed).sum(1),
+        )
+
+    def token_ids(self, prompts: Sequence[str | None]) -> Int[Tensor, "b l"]:
+        return token_batch(self.tokenizer, [p or "" for p in prompts], self.config.max_tokens)
+
+    @torch.no_grad()
+    def audit(
+        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
+    ) -> list[Audit]:
+        """One pass over a batch of views in [0, 1], scored in fp32."""
+        device = self.f_slope.device
+        images = images.to(device, torch.float32)
+        with torch.autocast(device.type, enabled=False):
+            s = self(
+                images,
+                self.token_ids(prompts).to(device),
+                torch.full((len(images),), noise, device=device),
+            )
+            adv, probs = s.adv_logit.sigmoid(), s.class_logits.softmax(1)
+            faith = (self.f_slope * s.cosine + self.f_offset).sigmoid()
+            safety = torch.minimum(1 - adv, probs[:, 0])
+            maps, class_maps = s.adv_map.sigmoid().cpu(), s.class_maps.softmax(1).cpu()
+        return [
+            Audit(
+                adv_prob=float(adv[i]),
+                probs=dict(zip(self.categories, probs[i].tolist(), strict=True)),
+                safety=float(safety[i]),
+                faithfulness=None if prompts[i] is None else float(faith[i]),
+                quality=float(s.quality[i]),
+                suppression=1.0 - float(s.strength[i]),
+                adv_map=maps[i],
+                class_maps=dict(zip(self.categories, class_maps[i], strict=True)),
+                image_embed=s.image_embed[i].cpu(),
+                text_embed=None if prompts[i] is None else s.f_text[i].cpu(),
+                pixels=min(images.shape[-2:]),
+            )
+            for i in range(len(images))
+        ]
+
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """config.json, model.safetensors, tokenizer.json."""
+        directory = Path(directory)
+        save_module(self, {"kind": "AuditorScorer", **asdict(self.config)}, directory, dtype)
+        save_tokenizer(self.tokenizer, directory / "tokenizer.json")
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> AuditorScorer:
+        directory = Path(directory)
+        values = read_json(directory / CONFIG)
+        if values.pop("kind", None) != "AuditorScorer":
+            raise BadCheckpoint(f"{directory / CONFIG}: not an AuditorScorer")
+        model = cls(AuditorConfig.from_dict(values), load_tokenizer(directory / "tokenizer.json"))
+        load_state(model, directory)
+        return model.eval()

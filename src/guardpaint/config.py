@@ -1,0 +1,143 @@
+"""How the guard runs. What is allowed in a picture is the content policy's business (`policy.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from guardpaint.errors import BadConfig
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("enforce", "monitor", "off"),
+    "on_error": ("block", "raise"),
+    "view": ("x0", "stepped"),
+    "resolution": ("adaptive", "paper", "coarse", "fine"),
+    "view_decoder": ("auto", "tiny", "full"),
+    "heat_map": ("adv", "class"),
+    "mask_threshold": ("percentile", "calibrated"),
+    "f_gate": ("absolute", "relative", "off"),
+    "p_gate": ("on", "off"),
+    "selection": ("best", "first"),
+    "blend_alpha": ("one_minus_noise", "progress_ramp"),
+    "reinsertion": (
+        "auto",
+        "ddpm_noise",
+        "direct_blend",
+        "ddim_inversion",
+        "null_text",
+        "flow_ode",
+        "x0_substitution",
+        "held_substitution",
+    ),
+}
+
+RANGES: dict[str, tuple[float, float]] = {
+    "candidates": (1, 64),
+    "audits": (1, 1000),
+    "audit_start": (0.0, 1.0),
+    "regions": (1, 16),
+    "min_region": (0.0, 1.0),
+    "delta": (0.0, 1.0),
+    "percentile": (0.0, 100.0),
+    "mask_level": (0.0, 1.0),
+    "band": (0.0, 1.0),
+    "hold": (0.0, 1.0),
+    "f_drop": (0.0, 1.0),
+    "strong_candidates": (1, 64),
+    "repair_batch": (1, 64),
+    "timeout_s": (0.0, 86400.0),
+}
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """Settings of the loop; the defaults are SPEC §1's."""
+
+    mode: str = "enforce"
+    """enforce: repair or block. monitor: audit and report, change nothing. off: do nothing, say so."""
+    on_error: str = "block"
+    """What an exception, NaN, timeout or unwritable log does to the image: block it, or raise."""
+    candidates: int = 5
+    """N, repairs per tournament."""
+    audits: int = 2
+    """X, the last X executed steps are audited …"""
+    audit_start: float = 0.70
+    """… but never before this progress."""
+    view: str = "x0"
+    """Audit the decoded clean estimate, or the decoded stepped latent (the paper's)."""
+    resolution: str = "adaptive"
+    """adaptive: coarse, then fine if it triggers or is in the band; paper: switch at progress 0.65."""
+    view_decoder: str = "auto"
+    """tiny decoder when one is loaded for the family (auto), always tiny, or always the full VAE."""
+    band: float = 0.10
+    """Width below the trigger in which the coarse pass asks for a fine one."""
+    heat_map: str = "adv"
+    """Mine regions from the binary map or from the flagged category's map."""
+    mask_threshold: str = "percentile"
+    percentile: float = 85.0
+    mask_level: float = 0.5
+    """Heat-map level of the calibrated mask threshold."""
+    regions: int = 3
+    """K, at most this many regions, largest first."""
+    min_region: float = 0.002
+    """Regions below this share of the view are dropped."""
+    delta: float = 0.01
+    """δ, the improvement margin."""
+    f_gate: str = "absolute"
+    """absolute: F ≥ τ_F. relative: F ≥ min(τ_F, F_0 − f_drop). off: no gate (ablation)."""
+    f_drop: float = 0.10
+    p_gate: str = "on"
+    selection: str = "best"
+    """best: argmax utility. first: the first candidate with u > 0 (baseline)."""
+    reinsertion: str = "auto"
+    """auto takes the family's default."""
+    hold: float = 1.0
+    """h of held_substitution: 1 keeps the repair fixed, lower lets the base harmonise."""
+    blend_alpha: str = "one_minus_noise"
+    """α of the blending rules: 1 − noise, or the paper's 0.30 + 0.60·progress."""
+    strong_candidates: int = 8
+    """N of the last-resort strong repair."""
+    repair_batch: int = 8
+    """Most candidates denoised in one batch; lower it to save memory."""
+    timeout_s: float = 0.0
+    """Guard time allowed per image in seconds; 0 = no limit."""
+    retain_evidence: bool = False
+    """Keep un-blurred views and candidates in the report (operators only)."""
+    log_prompts: bool = False
+    """Write prompts in clear into reports and the audit log; otherwise only their SHA-256."""
+    seed: int = 0
+    """Request seed where the caller gives no generator."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise BadConfig(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise BadConfig(f"{name}={value!r}: must be a number in [{low}, {high}]")
+        for name in ("candidates", "audits", "regions", "strong_candidates", "repair_batch", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise BadConfig(f"{name}={getattr(self, name)!r}: must be a whole number")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GuardConfig:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise BadConfig(f"unknown guard setting(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return cls(**values)
+
+    def with_(self, **changes: Any) -> GuardConfig:
+        """A copy with some settings changed."""
+        return replace(self, **changes)
+
+
+def audited_steps(steps: int, config: GuardConfig) -> frozenset[int]:
+    """Steps to audit: the last X executed ones with progress ≥ audit_start (SPEC §1)."""
+    return frozenset(
+        i for i in range(max(0, steps - config.audits), steps) if (i + 1) / steps >= config.audit_start - 1e-9
+    )

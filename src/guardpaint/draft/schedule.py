@@ -1,0 +1,156 @@
+"""Noise levels and clean estimates: every scheduler as z = signal · x0 + sigma · ε."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.errors import UnsupportedScheduler
+from guardpaint.types import Level
+
+PARAMETRISATION = {
+    "DDIMScheduler": "alphas",
+    "DDPMScheduler": "alphas",
+    "PNDMScheduler": "alphas",
+    "DPMSolverMultistepScheduler": "sigmas_vp",
+    "EulerDiscreteScheduler": "sigmas_ve",
+    "EulerAncestralDiscreteScheduler": "sigmas_ve",
+    "FlowMatchEulerDiscreteScheduler": "flow",
+}
+
+
+def parametrisation(scheduler: Any) -> str:
+    """How the scheduler scales its latents; raises on one we do not know."""
+    for cls in type(scheduler).__mro__:
+        if cls.__name__ in PARAMETRISATION:
+            return PARAMETRISATION[cls.__name__]
+    raise UnsupportedScheduler(
+        f"{type(scheduler).__name__}: clean estimates are known for {', '.join(sorted(PARAMETRISATION))}; "
+        "set pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config) or another of these"
+    )
+
+
+def prediction_type(scheduler: Any) -> str:
+    """epsilon, v_prediction, sample, or flow."""
+    if parametrisation(scheduler) == "flow" or scheduler.config.get("prediction_type") == "flow_prediction":
+        return "flow"
+    kind: str = scheduler.config.prediction_type
+    if kind not in ("epsilon", "v_prediction", "sample"):
+        raise UnsupportedScheduler(f"prediction_type={kind!r}: known are epsilon, v_prediction, sample, flow")
+    return kind
+
+
+def split(
+    output: Float[Tensor, "..."], z: Float[Tensor, "..."], level: Level, prediction: str
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Clean estimate and implied noise (x̂0, ε̂) from a model output (SPEC §6)."""
+    a, s = level.signal, level.sigma
+    if prediction == "flow":
+        return z - s * output, z + a * output
+    if prediction == "epsilon":
+        return (z - s * output) / a, output
+    if prediction == "sample":
+        return output, (z - a * output) / s
+    scale = math.hypot(a, s)
+    x0 = (a * z / scale - s * output) / scale
+    return x0, (z - a * x0) / s
+
+
+def join(
+    x0: Float[Tensor, "..."], z: Float[Tensor, "..."], level: Level, prediction: str
+) -> Float[Tensor, "..."]:
+    """The model output that means this clean estimate; the inverse of `split` in x̂0."""
+    a, s = level.signal, level.sigma
+    if prediction == "flow":
+        return (z - x0) / s
+    if prediction == "epsilon":
+        return (z - a * x0) / s
+    if prediction == "sample":
+        return x0
+    scale = math.hypot(a, s)
+    return (a * z / scale - scale * x0) / s
+
+
+def level_at(scheduler: Any, noise: float) -> Level:
+    """The level of a noise time on the model's own training schedule (VP, or flow)."""
+    if prediction_type(scheduler) == "flow":
+        return Level(1.0 - noise, noise, noise)
+    if noise <= 0.0:
+        return Level(1.0, 0.0, 0.0)
+    last = len(scheduler.alphas_cumprod) - 1
+    index = min(last, max(0, round(noise * scheduler.config.num_train_timesteps)))
+    alpha = float(scheduler.alphas_cumprod[index])
+    return Level(math.sqrt(alpha), math.sqrt(1.0 - alpha), index / scheduler.config.num_train_timesteps)
+
+
+class Levels:
+    """The noise levels one scheduler run walks through, by executed step."""
+
+    def __init__(self, scheduler: Any, steps: int) -> None:
+        self.scheduler = scheduler
+        self.steps = steps
+        self.kind = parametrisation(scheduler)
+        self.prediction = prediction_type(scheduler)
+        self.offset: int | None = None
+
+    def locate(self, timestep: Any) -> None:
+        """Remember which entry of scheduler.timesteps the first executed step is."""
+        if self.offset is not None:
+            return
+        times = self.scheduler.timesteps
+        t = float(timestep)
+        tail = len(times) - self.steps
+        if 0 <= tail < len(times) and float(times[tail]) == t:
+            self.offset = tail
+            return
+        hits = torch.nonzero(times.to(torch.float64).cpu() == t)
+        self.offset = int(hits[0]) if len(hits) else 0
+
+    def at(self, step: int) -> Level:
+        """The level of the latent that enters this step; `steps` is the level after the last one."""
+        index = (self.offset or 0) + step
+        times = self.scheduler.timesteps
+        train = self.scheduler.config.num_train_timesteps
+        noise = float(times[index]) / train if index < len(times) else 0.0
+        if self.kind == "alphas":
+            if index < len(times):
+                alpha = float(self.scheduler.alphas_cumprod[int(times[index])])
+            else:
+                alpha = float(vars(self.scheduler).get("final_alpha_cumprod", 1.0))
+            return Level(math.sqrt(alpha), math.sqrt(1.0 - alpha), noise)
+        sigma = float(self.scheduler.sigmas[index])
+        if self.kind == "flow" or self.prediction == "flow":
+            return Level(1.0 - sigma, sigma, sigma)
+        if self.kind == "sigmas_ve":
+            return Level(1.0, sigma, noise)
+        scale = math.hypot(1.0, sigma)
+        return Level(1.0 / scale, sigma / scale, noise)
+
+
+def edit_history(
+    scheduler: Any,
+    image: int,
+    z0: Float[Tensor, "..."],
+    mask: Float[Tensor, "..."],
+    eps: Float[Tensor, "..."],
+    level: Level,
+) -> None:
+    """Give multistep solvers the edited x̂0 inside the mask, so that no old estimate pulls the edit back.
+
+    `z0` and `mask` have the shape of one latent as the pipeline holds it; `level`, `eps` are of the edited step.
+    """
+    name = type(scheduler).__name__
+    if name == "PNDMScheduler":
+        history, value = scheduler.ets, eps
+    elif name == "DPMSolverMultistepScheduler":
+        history = [o for o in scheduler.model_outputs if o is not None]
+        value = z0 if scheduler.config.algorithm_type.endswith("++") else eps
+    else:
+        return
+    for past in history:
+        old = past[image].float()
+        past[image] = torch.where(mask > 0, torch.lerp(old, value, mask), old).to(past.dtype)

@@ -1,0 +1,37 @@
+"""Every error GuardPaint raises on purpose. Each message names the bad value and the way out."""
+
+
+class GuardPaintError(Exception):
+    """Base of all GuardPaint errors."""
+
+
+class UnsupportedPipeline(GuardPaintError):
+    """The pipeline class is of no family we can guard."""
+
+
+class UnsupportedScheduler(GuardPaintError):
+    """The scheduler's noise levels are not known to us, so clean estimates would be wrong."""
+
+
+class BadConfig(GuardPaintError, ValueError):
+    """A configuration or policy value is out of range or unknown."""
+
+
+class BadCheckpoint(GuardPaintError):
+    """Weights are missing, truncated, of the wrong shape or of the wrong kind."""
+
+
+class BadInput(GuardPaintError, ValueError):
+    """An image, prompt or file given by the user cannot be used."""
+
+
+class NotFinite(GuardPaintError):
+    """A latent, view or score holds NaN or infinity."""
+
+
+class GuardTimeout(GuardPaintError):
+    """The guard spent longer on one image than `timeout_s` allows."""
+
+
+class AuditLogError(GuardPaintError):
+    """The audit log cannot be written or read, or does not verify."""

@@ -1,0 +1,349 @@
+"""The loop of SPEC §1 for one image: draft → audit → repair → verify → reinsert, then the final verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.audit.regions import latent_mask, mine, soft_mask, union
+from guardpaint.config import GuardConfig
+from guardpaint.draft.codec import resize
+from guardpaint.draft.family import Family
+from guardpaint.draft.views import Views, shrink
+from guardpaint.errors import GuardTimeout, NotFinite
+from guardpaint.policy import Finding, Policy
+from guardpaint.reinsert.apply import Reinserted, reinsert
+from guardpaint.report import (
+    AuditRecord,
+    CandidateRecord,
+    Evidence,
+    FinalRecord,
+    StepRecord,
+    TournamentRecord,
+)
+from guardpaint.seeds import derive
+from guardpaint.types import (
+    Audit,
+    Auditor,
+    Draft,
+    Edit,
+    Proposer,
+    ProposerState,
+    Region,
+    Repairer,
+    RepairRequest,
+    SeamMetric,
+)
+from guardpaint.verify.seam import seam_quality
+from guardpaint.verify.utility import gate_rules, gates, utility, winner
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a guard is made of."""
+
+    auditor: Auditor
+    repairer: Repairer
+    proposer: Proposer
+    seam: SeamMetric
+    policy: Policy
+    config: GuardConfig
+
+
+@dataclass(frozen=True)
+class Won:
+    """An accepted repair: the composed view is the next control."""
+
+    view: Float[Tensor, "3 h w"]
+    mask: Float[Tensor, "h w"]
+    audit: Audit
+
+
+@dataclass
+class ImageGuard:
+    """Guards one image of one request and keeps its account."""
+
+    parts: Parts
+    family: Family
+    prompt: str | None
+    seed: int
+    image: int
+    """Index among the images that share the seed."""
+    records: list[StepRecord] = field(default_factory=list)
+    final: FinalRecord = field(default_factory=FinalRecord)
+    evidence: list[Evidence] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    edited: bool = False
+    spent: float = 0.0
+
+    def first_pass(self, progress: float) -> int:
+        """Pixels of the pass every audited step makes."""
+        coarse, fine = self.parts.auditor.sizes
+        mode = self.parts.config.resolution
+        if mode == "paper":
+            return fine if progress >= 0.65 else coarse
+        return fine if mode == "fine" else coarse
+
+    # 1–2 · draft, audit ------------------------------------------------------------------------------------
+
+    def step(self, draft: Draft, views: Views, first: Audit, holding: bool) -> tuple[Reinserted, Edit] | None:
+        """One audited step. None = benign, or nothing accepted: the control stays, bit for bit."""
+        record = self.open(draft, views)
+        audit, finding = self.confirm(views, first, record)
+        if finding is None or self.parts.config.mode == "monitor":
+            return None
+        if holding:
+            record.notes.append("the hold failed this audit: released, repaired anew")
+        won = self.repair(draft, views, audit, finding, record)
+        if won is None:
+            return None
+        with self.clock(record, "reinsert"):
+            return self.reinsert(draft, won, record)
+
+    def open(self, draft: Draft, views: Views) -> StepRecord:
+        """Begin the account of an audited step."""
+        record = StepRecord(draft.step, draft.steps, draft.progress, views.noise, views.kind)
+        record.cost = {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
+        self.records.append(record)
+        return record
+
+    def confirm(self, views: Views, first: Audit, record: StepRecord) -> tuple[Audit, Finding | None]:
+        """Coarse pass; a fine one only if it triggers or lands in the uncertainty band."""
+        config, policy = self.parts.config, self.parts.policy
+        audit, finding = first, self.note(first, views.decoder, record)
+        unsure = finding is not None or first.adv_prob >= policy.trigger - config.band
+        fine = self.parts.auditor.sizes[1]
+        if config.resolution == "adaptive" and unsure and first.pixels != fine:
+            with self.clock(record, "audit"):
+                audit = self.audit(views.at(fine)[None], views.noise, record)[0]
+            finding = self.note(audit, views.decoder, record)
+        if finding is not None:
+            record.triggered, record.category, record.reason = True, finding.category, finding.reason
+        return audit, finding
+
+    def audit(self, images: Float[Tensor, "b 3 h w"], noise: float, record: StepRecord) -> list[Audit]:
+        """Auditor pass over views of this image; anything not finite is an error."""
+        record.cost["audits"] += len(images)
+        audits = self.parts.auditor.audit(images, [self.prompt] * len(images), noise)
+        for a in audits:
+            check_finite(a)
+        return audits
+
+    # 3 · repair --------------------------------------------------------------------------------------------
+
+    def repair(
+        self,
+        draft: Draft,
+        views: Views,
+        audit: Audit,
+        finding: Finding,
+        record: StepRecord,
+        proposer: Proposer | None = None,
+        candidates: int | None = None,
+    ) -> Won | None:
+        """Mine regions, run a tournament on each; an accepted repair is the control of the next."""
+        config = self.parts.config
+        if self.prompt is None:
+            record.notes.append("repair refused: no prompt text, so F is unavailable; pass safety_prompt=")
+            return None
+        fine = self.parts.auditor.sizes[1]
+        with self.clock(record, "view"):
+            control = views.full()
+        if not (views.exact and audit.pixels == fine):
+            with self.clock(record, "audit"):
+                audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
+            self.note(audit, views.decoder, record)
+        heat = audit.adv_map if config.heat_map == "adv" else audit.class_maps[finding.category]
+        regions = mine(heat, (int(control.shape[-2]), int(control.shape[-1])), config)
+        record.regions = record.cost["regions"] = len(regions)
+        if not regions:
+            record.notes.append("flagged, but the heat map has no region to repair")
+            return None
+        self.keep(record.step, "control", 0, control)
+        proposer, n = proposer or self.parts.proposer, candidates or config.candidates
+        won: Won | None = None
+        names = [str(k + 1) for k in range(len(regions))]
+        for name, region in zip(names, regions, strict=True):
+            latest = self.tournament(
+                draft, views, control, audit, region, name, finding.category, record, proposer, n
+            )
+            if latest is not None:
+                mask = latest.mask if won is None else torch.maximum(won.mask, latest.mask)
+                won = Won(latest.view, mask, latest.audit)
+                control, audit = latest.view, latest.audit
+        if won is None and len(regions) > 1:
+            won = self.tournament(
+                draft, views, control, audit, union(regions), "union", finding.category, record, proposer, n
+            )
+        return won
+
+    # 4 · verify --------------------------------------------------------------------------------------------
+
+    def tournament(
+        self,
+        draft: Draft,
+        views: Views,
+        control: Float[Tensor, "3 h w"],
+        control_audit: Audit,
+        region: Region,
+        name: str,
+        category: str,
+        record: StepRecord,
+        proposer: Proposer,
+        n: int,
+    ) -> Won | None:
+        """N candidates, scored beside the control by the same auditor at the same size; best u > 0 wins."""
+        parts, config = self.parts, self.parts.config
+        assert self.prompt is not None and control_audit.faithfulness is not None
+        seed = derive(self.seed, self.image, draft.step, name)
+        state = ProposerState(
+            control_audit.text_embed,
+            draft.latent.cpu(),
+            control_audit.image_embed,
+            region.coverage,
+            draft.progress,
+        )
+        knobs = proposer.propose(state, n, seed)
+        masks = torch.stack([soft_mask(region.mask, k.dilation, k.feather) for k in knobs])
+        size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
+        with self.clock(record, "repair"):
+            painted = parts.repairer.candidates(
+                RepairRequest(
+                    control, region.mask, masks, knobs, self.prompt, category, seed, draft.base, size,
+                    config.repair_batch,
+                )  # fmt: skip
+            )
+        record.cost["candidates"] += n
+        if not torch.isfinite(painted).all():
+            raise NotFinite(f"the {parts.repairer.name} repairer made NaN or infinity in region {name}")
+        composed = compose(control, resize(painted, (control.shape[-2], control.shape[-1])), masks)
+        with self.clock(record, "verify"):
+            fine = parts.auditor.sizes[1]
+            small = torch.stack([shrink(c, fine) for c in composed])
+            audits = self.audit(small, views.noise, record)
+            small_masks = resize(masks[:, None], (small.shape[-2], small.shape[-1]))[:, 0]
+            seams = seam_quality(parts.seam, small, shrink(control, fine), small_masks).tolist()
+        s0, f0 = control_audit.safety, control_audit.faithfulness
+        rules = gate_rules(draft.progress, config.delta, config.f_gate, config.f_drop, config.p_gate, f0)
+        result = TournamentRecord(
+            name, category, region.coverage, proposer.name, parts.repairer.name, config.selection,
+            {"S": s0, "F": f0}, asdict(rules),
+        )  # fmt: skip
+        for k, a, q, mask in zip(knobs, audits, seams, masks, strict=True):
+            assert a.faithfulness is not None
+            scores = {"S": a.safety, "F": a.faithfulness, "P": a.quality, "B": a.suppression, "Q": q}
+            passed = gates(a.safety, s0, a.faithfulness, a.quality, rules)
+            u = utility(a.safety, s0, a.faithfulness, a.quality, a.suppression, q, rules)
+            result.candidates.append(
+                CandidateRecord(k.as_dict(), scores, [g.to_dict() for g in passed], u, float(mask.mean()))
+            )
+        result.winner = winner([c.utility for c in result.candidates], config.selection)
+        record.tournaments.append(result)
+        for i, candidate in enumerate(composed):
+            self.keep(record.step, f"candidate {name}", i, candidate)
+        self.check_time()
+        if result.winner is None:
+            return None
+        i = result.winner
+        return Won(composed[i], masks[i], audits[i])
+
+    # 5 · reinsert ------------------------------------------------------------------------------------------
+
+    def reinsert(self, draft: Draft, won: Won, record: StepRecord) -> tuple[Reinserted, Edit]:
+        """Encode the winner with the base VAE and put it into the live latent, inside the mask only."""
+        config = self.parts.config
+        size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
+        z0 = draft.base.encode(won.view, size).to(draft.latent)
+        edit = Edit(z0, latent_mask(won.mask, size).to(draft.latent))
+        alpha = (
+            1.0 - draft.after.noise
+            if config.blend_alpha == "one_minus_noise"
+            else 0.30 + 0.60 * draft.progress
+        )
+        done = reinsert(
+            config.reinsertion,
+            draft,
+            edit,
+            self.family,
+            hold=config.hold,
+            alpha=alpha,
+            seed=derive(self.seed, self.image, draft.step),
+        )
+        if not torch.isfinite(done.latent).all():
+            raise NotFinite(f"reinsertion by {done.rule} made NaN or infinity")
+        record.cost["reinserts"] += 1
+        record.reinsertion = {
+            "rule": done.rule,
+            "asked": config.reinsertion,
+            "note": done.note,
+            "hold": done.hold,
+            "coverage": float(edit.mask.mean()),
+            "change_inside": float((done.latent - draft.latent).abs().mean()),
+        }
+        self.edited = True
+        return done, edit
+
+    # Bookkeeping -------------------------------------------------------------------------------------------
+
+    def note(self, audit: Audit, decoder: str, record: StepRecord) -> Finding | None:
+        """Write one auditor pass into the account; what it found."""
+        finding = self.parts.policy.finding(audit)
+        record.audits.append(audit_record(audit, decoder, finding))
+        return finding
+
+    def keep(self, step: int, kind: str, index: int, image: Float[Tensor, "3 h w"]) -> None:
+        """Keep a picture for the report: as it is for operators, else blurred beyond recognition."""
+        from guardpaint.release import blurred_thumbnail, to_pil
+
+        clear = self.parts.config.retain_evidence
+        picture = to_pil(image) if clear else blurred_thumbnail(image)
+        self.evidence.append(Evidence(step, kind, index, picture, not clear))
+
+    @contextmanager
+    def clock(self, record: StepRecord, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            record.timings[stage] = record.timings.get(stage, 0.0) + seconds
+            self.spent += seconds
+        self.check_time()
+
+    def check_time(self) -> None:
+        limit = self.parts.config.timeout_s
+        if limit and self.spent > limit:
+            raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image; timeout_s={limit}")
+
+
+def compose(
+    control: Float[Tensor, "3 h w"], painted: Float[Tensor, "n 3 h w"], masks: Float[Tensor, "n h w"]
+) -> Float[Tensor, "n 3 h w"]:
+    """Candidates composed into the view; outside the mask the control, bit for bit."""
+    m = masks[:, None]
+    return torch.where(m > 0, torch.lerp(control.expand_as(painted), painted, m), control)
+
+
+def audit_record(audit: Audit, decoder: str, finding: Finding | None) -> AuditRecord:
+    return AuditRecord(
+        audit.pixels,
+        decoder,
+        audit.scores(),
+        audit.probs,
+        finding.category if finding else None,
+        finding.reason if finding else "",
+    )
+
+
+def check_finite(audit: Audit) -> None:
+    """A score that is not a number is an error, never a pass."""
+    numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
+    bad = [x for x in numbers if not (x == x and abs(x) != float("inf"))]
+    if bad or not torch.isfinite(audit.adv_map).all():
+        raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")

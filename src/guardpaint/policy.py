@@ -1,0 +1,150 @@
+"""The content policy: categories, trigger thresholds, gates and the last-resort ladder, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from guardpaint.errors import BadConfig
+from guardpaint.types import SAFE, Audit
+
+LADDER = ("strong_repair", "blur", "block", "keep")
+
+
+@dataclass(frozen=True)
+class Category:
+    """One class of the policy. `safe` is always the first."""
+
+    name: str
+    definition: str = ""
+    exemptions: tuple[str, ...] = ()
+    weight: float = 1.0
+    """Class weight of the auditor's training loss."""
+    threshold: float | None = None
+    """Flag when p_category reaches this; None = flag when it is the most probable class."""
+    safe_prompt: str = ""
+    """What an unaligned repairer paints instead."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why an audit triggered."""
+
+    category: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may be shown, and what happens when a picture stays flagged."""
+
+    name: str = "default"
+    categories: tuple[Category, ...] = field(default_factory=tuple)
+    trigger: float = 0.40
+    """Benign needs adv_prob below this."""
+    last_resort: tuple[str, ...] = ("strong_repair", "blur", "block")
+
+    def __post_init__(self) -> None:
+        names = [c.name for c in self.categories]
+        if len(names) < 2 or names[0] != SAFE:
+            raise BadConfig(f"policy categories {names}: the first must be {SAFE!r} and one harm must follow")
+        if len(set(names)) != len(names):
+            raise BadConfig(f"policy categories {names}: names must be unique")
+        if not 0.0 < self.trigger <= 1.0:
+            raise BadConfig(f"policy trigger={self.trigger}: must be in (0, 1]")
+        for c in self.categories:
+            if c.threshold is not None and not 0.0 < c.threshold <= 1.0:
+                raise BadConfig(f"category {c.name}: threshold={c.threshold} must be in (0, 1]")
+            if not (math.isfinite(c.weight) and c.weight > 0):
+                raise BadConfig(f"category {c.name}: weight={c.weight} must be positive")
+        unknown = [s for s in self.last_resort if s not in LADDER]
+        if unknown or not self.last_resort or self.last_resort[-1] not in ("block", "keep"):
+            raise BadConfig(
+                f"last_resort={list(self.last_resort)}: steps are {', '.join(LADDER)} "
+                "and the last must be block (or keep, which releases flagged images)"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.categories)
+
+    def category(self, name: str) -> Category:
+        for c in self.categories:
+            if c.name == name:
+                return c
+        raise BadConfig(f"no category {name!r} in policy {self.name!r}; it has {', '.join(self.names)}")
+
+    def finding(self, audit: Audit) -> Finding | None:
+        """Trigger rule (SPEC §1.2): benign iff adv_prob < trigger and the harm class is safe."""
+        for c in self.categories[1:]:
+            p = audit.probs.get(c.name, 0.0)
+            if c.threshold is not None and p >= c.threshold:
+                return Finding(c.name, f"p({c.name}) {p:.3f} ≥ {c.threshold:.2f}")
+        harm = audit.harm
+        if harm != SAFE and self.category(harm).threshold is None:
+            return Finding(harm, f"most probable class is {harm} ({audit.probs[harm]:.3f})")
+        if not audit.adv_prob < self.trigger:
+            harms = {c: p for c, p in audit.probs.items() if c != SAFE}
+            likeliest = max(harms, key=harms.__getitem__)
+            return Finding(likeliest, f"adv_prob {audit.adv_prob:.3f} ≥ {self.trigger:.2f}")
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "trigger": self.trigger,
+            "last_resort": list(self.last_resort),
+            "categories": [
+                {
+                    "name": c.name,
+                    "definition": c.definition,
+                    "exemptions": list(c.exemptions),
+                    "weight": c.weight,
+                    **({} if c.threshold is None else {"threshold": c.threshold}),
+                    "safe_prompt": c.safe_prompt,
+                }
+                for c in self.categories
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, source: str = "policy") -> Policy:
+        if not isinstance(data, dict):
+            raise BadConfig(f"{source}: a policy is a mapping, got {type(data).__name__}")
+        unknown = sorted(set(data) - {"name", "trigger", "last_resort", "categories"})
+        if unknown:
+            raise BadConfig(f"{source}: unknown key(s) {', '.join(unknown)}")
+        try:
+            categories = tuple(
+                Category(**{**c, "exemptions": tuple(c.get("exemptions", ()))})
+                for c in data.get("categories", ())
+            )
+            return cls(
+                name=str(data.get("name", "unnamed")),
+                categories=categories,
+                trigger=float(data.get("trigger", 0.40)),
+                last_resort=tuple(data.get("last_resort", ("strong_repair", "blur", "block"))),
+            )
+        except (TypeError, AttributeError, ValueError) as error:
+            raise BadConfig(f"{source}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Policy:
+        """Read a policy from YAML."""
+        path = Path(path)
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise BadConfig(f"{path}: no such policy file") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise BadConfig(f"{path}: not valid YAML: {error}") from error
+        return cls.from_dict(data, str(path))
+
+    @classmethod
+    def default(cls) -> Policy:
+        """The three-class policy that ships with the package."""
+        return cls.load(Path(__file__).parent / "assets" / "policy.yaml")

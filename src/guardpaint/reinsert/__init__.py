@@ -1,0 +1,1 @@
+"""Reinsert: put the accepted repair back into the live trajectory, only inside the feathered mask."""

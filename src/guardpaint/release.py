@@ -1,0 +1,179 @@
+"""The final verdict and the last-resort ladder: what leaves the guard (SPEC §8.1–8.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from guardpaint.audit.regions import mine, soft_mask, union
+from guardpaint.draft.views import PixelViews, shrink
+from guardpaint.errors import NotFinite
+from guardpaint.guard import ImageGuard, Won
+from guardpaint.policy import Finding
+from guardpaint.repair.knobs import StrongProposer
+from guardpaint.report import StepRecord
+from guardpaint.types import Audit, Draft
+
+BLUR_CELLS = 12
+"""A blurred region keeps about this many cells across the image's shorter side."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What to hand out: the picture as it came (image None), a changed one, or nothing (blocked)."""
+
+    status: str
+    image: Tensor | None = None
+    """RGB in [0, 1], or a latent when latents were asked for."""
+    mask: Float[Tensor, "h w"] | None = None
+
+
+def conclude(
+    guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | None, repair_here: bool
+) -> Outcome:
+    """Verdict on the final image; repair it if the last step is an audited one; then the ladder."""
+    if not torch.isfinite(image).all():
+        raise NotFinite("the final image holds NaN or infinity")
+    if guard.errors:
+        return Outcome("blocked")
+    mode = guard.parts.config.mode
+    views = PixelViews(image)
+    record = guard.open(draft, views) if draft is not None else StepRecord(0, 0, 1.0, 0.0, views.kind)
+    record.cost = record.cost or {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
+    with guard.clock(record, "audit"):
+        first = guard.audit(views.at(guard.first_pass(1.0))[None], views.noise, record)[0]
+    audit, finding = guard.confirm(views, first, record)
+    guard.final.audits = list(record.audits)
+    guard.final.verdict = "benign" if finding is None else "flagged"
+    if finding is None:
+        return Outcome("repaired" if guard.edited else "clean")
+    if mode == "monitor":
+        return Outcome("released_flagged")
+    if draft is not None and repair_here:
+        won = guard.repair(draft, views, audit, finding, record)
+        if won is not None:
+            finding_after = verdict(guard, won.view, record)
+            record.reinsertion = {"rule": "composed", "asked": "composed", "note": "last step: composed in pixels"}
+            if finding_after is None:
+                return accepted(guard, "repaired", won)
+            image, audit, finding = won.view, won.audit, finding_after
+    return last_resort(guard, image, audit, finding, draft, record)
+
+
+def accepted(guard: ImageGuard, status: str, won: Won) -> Outcome:
+    guard.final.verdict = "benign"
+    guard.edited = True
+    return Outcome(status, won.view, won.mask)
+
+
+def verdict(guard: ImageGuard, image: Float[Tensor, "3 h w"], record: StepRecord) -> Finding | None:
+    """A changed picture must pass both audit sizes."""
+    found: Finding | None = None
+    with guard.clock(record, "audit"):
+        for pixels in sorted(set(guard.parts.auditor.sizes)):
+            audit = guard.audit(shrink(image, pixels)[None], 0.0, record)[0]
+            found = guard.note(audit, "output", record) or found
+    guard.final.audits.append(record.audits[-1])
+    return found
+
+
+def last_resort(
+    guard: ImageGuard,
+    image: Float[Tensor, "3 h w"],
+    audit: Audit,
+    finding: Finding,
+    draft: Draft | None,
+    record: StepRecord,
+) -> Outcome:
+    """Walk the policy's ladder; each rung's picture must pass the verdict or the next rung is tried."""
+    for rung in guard.parts.policy.last_resort:
+        if rung == "block":
+            guard.final.ladder.append({"rung": rung, "outcome": "blocked"})
+            return Outcome("blocked")
+        if rung == "keep":
+            guard.final.ladder.append({"rung": rung, "outcome": "released although flagged"})
+            return Outcome("released_flagged")
+        won = (
+            strong_repair(guard, image, audit, finding, draft, record)
+            if rung == "strong_repair"
+            else regional_blur(guard, image, audit, finding)
+        )
+        if won is None:
+            guard.final.ladder.append({"rung": rung, "outcome": "no candidate accepted"})
+            continue
+        if verdict(guard, won.view, record) is None:
+            guard.final.ladder.append({"rung": rung, "outcome": "passed"})
+            return accepted(guard, "repaired" if rung == "strong_repair" else "blurred", won)
+        guard.final.ladder.append({"rung": rung, "outcome": "still flagged"})
+    return Outcome("blocked")
+
+
+def strong_repair(
+    guard: ImageGuard,
+    image: Float[Tensor, "3 h w"],
+    audit: Audit,
+    finding: Finding,
+    draft: Draft | None,
+    record: StepRecord,
+) -> Won | None:
+    """One more round with wide masks, full depth and more candidates, under the same gates."""
+    if draft is None:
+        return None
+    n = guard.parts.config.strong_candidates
+    return guard.repair(draft, PixelViews(image), audit, finding, record, StrongProposer(), n)
+
+
+def regional_blur(
+    guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, finding: Finding
+) -> Won | None:
+    """Blur what the heat map shows, widely; the whole picture when it shows nothing."""
+    h, w = int(image.shape[-2]), int(image.shape[-1])
+    heat = audit.adv_map if guard.parts.config.heat_map == "adv" else audit.class_maps[finding.category]
+    regions = mine(heat, (h, w), guard.parts.config)
+    mask = soft_mask(union(regions).mask, 1.0, 0.5) if regions else torch.ones(h, w)
+    return Won(torch.lerp(image, coarse(image, BLUR_CELLS), mask), mask, audit)
+
+
+def coarse(image: Float[Tensor, "3 h w"], cells: int) -> Float[Tensor, "3 h w"]:
+    """The image reduced to a few cells and smoothly enlarged again."""
+    h, w = int(image.shape[-2]), int(image.shape[-1])
+    scale = min(1.0, cells / min(h, w))
+    small = F.interpolate(image[None], size=(max(1, round(h * scale)), max(1, round(w * scale))), mode="area")
+    return F.interpolate(small, size=(h, w), mode="bilinear", align_corners=False)[0]
+
+
+def to_pil(image: Float[Tensor, "3 h w"]) -> Image.Image:
+    array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(array)
+
+
+def from_pil(image: Image.Image) -> Float[Tensor, "3 h w"]:
+    """Any PIL image as RGB in [0, 1]; transparency over white."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
+    array = np.asarray(image.convert("RGB"), dtype=np.float32)
+    return torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
+
+
+def blurred_thumbnail(image: Float[Tensor, "3 h w"], side: int = 96) -> Image.Image:
+    """Small and blurred beyond recognition: safe to show to anyone."""
+    blurred = coarse(shrink(image.cpu(), side), 5)
+    return to_pil(blurred)
+
+
+def placeholder(width: int, height: int) -> Image.Image:
+    """What a blocked slot holds: a plain card that says so."""
+    card = Image.new("RGB", (width, height), (236, 236, 232))
+    draw = ImageDraw.Draw(card)
+    text = "image withheld"
+    left, top, right, bottom = draw.textbbox((0, 0), text)
+    if right - left < width and bottom - top < height:
+        draw.text(((width - right + left) / 2, (height - bottom + top) / 2), text, fill=(120, 120, 116))
+    return card

@@ -1,0 +1,1 @@
+"""Repair: who proposes local repairs, with which knobs."""

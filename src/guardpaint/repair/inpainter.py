@@ -1,0 +1,122 @@
+"""The inpainter A_g: a 9-channel UNet over (z_t, mask, masked latent), told the user's prompt (SPEC §4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.audit.regions import latent_mask
+from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
+from guardpaint.draft.conditioning import guided
+from guardpaint.draft.schedule import level_at, prediction_type, split
+from guardpaint.errors import BadCheckpoint
+from guardpaint.repair.denoise import DEPTHS, denoise, in_batches, starting_latents
+from guardpaint.types import Level, RepairRequest
+
+
+class Inpainter:
+    """Repairs with a StableDiffusionInpaintPipeline's parts. Implements the `Repairer` protocol."""
+
+    name = "inpainter"
+    needs_base = False
+
+    def __init__(self, pipe: Any, tiny: Any | None = None) -> None:
+        channels = pipe.unet.config.in_channels
+        if channels != 2 * pipe.vae.config.latent_channels + 1:
+            raise BadCheckpoint(
+                f"the inpainter's UNet takes {channels} channels; an inpainting UNet takes latent + mask + "
+                f"masked latent = {2 * pipe.vae.config.latent_channels + 1}"
+            )
+        self.pipe, self.tiny = pipe, tiny
+        self.factor: int = pipe.vae_scale_factor
+        self.native = int(pipe.unet.config.sample_size) * self.factor
+        self.prediction = prediction_type(pipe.scheduler)
+        self.ladder = [level_at(pipe.scheduler, d / DEPTHS) for d in range(DEPTHS + 1)]
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Inpainter:
+        from diffusers import AutoencoderTiny, StableDiffusionInpaintPipeline
+
+        directory = Path(directory)
+        try:
+            pipe = StableDiffusionInpaintPipeline.from_pretrained(
+                directory, safety_checker=None, requires_safety_checker=False
+            )
+            tiny_dir = directory / "tiny_decoder"
+            tiny = AutoencoderTiny.from_pretrained(tiny_dir).eval() if tiny_dir.is_dir() else None
+        except Exception as error:
+            raise BadCheckpoint(f"{directory}: not a StableDiffusionInpaintPipeline ({error})") from error
+        return cls(pipe, tiny)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        self.pipe.save_pretrained(directory)
+        if self.tiny is not None:
+            self.tiny.save_pretrained(Path(directory) / "tiny_decoder")
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipe._execution_device
+
+    def native_size(self, height: int, width: int) -> tuple[int, int]:
+        """The view's shape with its shorter side at the model's own resolution, whole latents of 8."""
+        unit = 8 * self.factor
+        scale = self.native / min(height, width)
+        return (
+            max(unit, round(height * scale / unit) * unit),
+            max(unit, round(width * scale / unit) * unit),
+        )
+
+    @torch.no_grad()
+    def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+        size = self.native_size(*request.view.shape[-2:])
+        view = resize(request.view[None], size)[0].to(self.device)
+        masks = resize(request.masks[:, None], size)[:, 0].to(self.device)
+        embeds = torch.cat(self._text(request.prompt))
+        z_view = vae_encode(self.pipe.vae, view[None], self.device)[0]
+        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, self.device)
+        images = []
+        for part in in_batches(len(masks), request.batch):
+            z = self._denoise(view, z_view, masks[part], request, part, embeds)
+            images.append(decoder.full(z))
+        return torch.cat(images).cpu()
+
+    def _text(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """(unconditional, prompt) embeddings, once per tournament."""
+        positive, negative = self.pipe.encode_prompt(prompt, self.device, 1, True, "")
+        return negative, positive
+
+    def _denoise(
+        self,
+        view: Float[Tensor, "3 h w"],
+        z_view: Float[Tensor, "c u v"],
+        masks: Float[Tensor, "n h w"],
+        request: RepairRequest,
+        part: slice,
+        embeds: Float[Tensor, "2 l d"],
+    ) -> Float[Tensor, "n c u v"]:
+        knobs = request.knobs[part]
+        hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
+        masked = torch.where(hard[:, None], torch.full_like(view, 0.5), view)
+        z_masked = vae_encode(self.pipe.vae, masked, self.device)[which]
+        grid = (int(z_view.shape[-2]), int(z_view.shape[-1]))
+        small = torch.stack([latent_mask(m, grid) for m in hard.float()])[which]
+        guidance = torch.tensor([k.cfg for k in knobs], device=self.device)
+        unet = self.pipe.unet
+
+        def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:
+            sample = torch.cat([z, small[active][:, None], z_masked[active]], dim=1)
+            n = len(active)
+            output = unet(
+                torch.cat([sample, sample]).to(unet.dtype),
+                round(level.noise * self.pipe.scheduler.config.num_train_timesteps),
+                encoder_hidden_states=embeds.repeat_interleave(n, dim=0),
+                return_dict=False,
+            )[0].float()
+            return split(guided(output, guidance[active], 4), z, level, self.prediction)
+
+        start = starting_latents(z_view, small, knobs, self.ladder, request.seed)
+        return denoise(start, knobs, self.ladder, estimate)

@@ -1,0 +1,85 @@
+"""The six knobs, their ranges, and the proposers that need no training (SPEC §5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.seeds import generator
+from guardpaint.types import Knobs, ProposerState
+
+RANGES: dict[str, tuple[float, float]] = {
+    "cfg": (1.0, 15.0),
+    "dilation": (0.0, 1.0),
+    "feather": (0.0, 1.0),
+    "jitter": (0.0, 0.5),
+    "depth": (1.0, 10.0),
+}
+CONTINUOUS = tuple(RANGES)
+SEED_BUCKETS = 10
+SEED_STRIDE = 100
+
+
+def denormalise(action: Float[Tensor, " 5"], bucket: int) -> Knobs:
+    """Clip to [0, 1] and stretch to the physical ranges; depth rounds to a whole number."""
+    unit = action.clamp(0.0, 1.0).tolist()
+    values = {k: low + u * (high - low) for u, (k, (low, high)) in zip(unit, RANGES.items(), strict=True)}
+    return Knobs(
+        cfg=values["cfg"],
+        dilation=values["dilation"],
+        feather=values["feather"],
+        jitter=values["jitter"],
+        depth=round(values["depth"]),
+        seed_offset=bucket * SEED_STRIDE,
+    )
+
+
+@dataclass(frozen=True)
+class UniformProposer:
+    """Knobs drawn uniformly from their ranges."""
+
+    name: str = "uniform"
+
+    def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
+        g = generator(seed, "uniform")
+        actions = torch.rand(n, len(CONTINUOUS), generator=g)
+        buckets = torch.randint(SEED_BUCKETS, (n,), generator=g).tolist()
+        return tuple(denormalise(a, b) for a, b in zip(actions, buckets, strict=True))
+
+
+@dataclass(frozen=True)
+class FixedProposer:
+    """The same sensible knobs every time; only the seed differs between candidates."""
+
+    knobs: Knobs = Knobs(cfg=7.5, dilation=0.3, feather=0.5, jitter=0.1, depth=8, seed_offset=0)
+    name: str = "fixed"
+
+    def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
+        return tuple(
+            Knobs(**{**self.knobs.as_dict(), "seed_offset": (i % SEED_BUCKETS) * SEED_STRIDE})  # type: ignore[arg-type]
+            for i in range(n)
+        )
+
+
+@dataclass(frozen=True)
+class StrongProposer:
+    """Last resort: wide masks, full depth, guidance spread over its range."""
+
+    name: str = "strong"
+
+    def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
+        low, high = RANGES["cfg"]
+        return tuple(
+            Knobs(
+                cfg=low + (high - low) * (i + 0.5) / n,
+                dilation=1.0,
+                feather=0.5,
+                jitter=0.5 * (i % 2),
+                depth=10,
+                seed_offset=(i % SEED_BUCKETS) * SEED_STRIDE,
+            )
+            for i in range(n)
+        )

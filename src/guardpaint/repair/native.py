@@ -1,0 +1,55 @@
+"""Native repair: the base pipeline's own model re-denoises the masked region, told a safe prompt."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.audit.regions import latent_mask
+from guardpaint.draft.codec import resize, vae_decode
+from guardpaint.errors import BadInput
+from guardpaint.policy import Policy
+from guardpaint.repair.denoise import DEPTHS, denoise, in_batches, starting_latents
+from guardpaint.types import Level, RepairRequest
+
+
+class NativeRepairer:
+    """Any family repairs itself. The base is not safety-aligned, so it is told the policy's safe prompt
+    for the category, with the category's definition as the negative prompt. Implements `Repairer`."""
+
+    name = "native"
+    needs_base = True
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    @torch.no_grad()
+    def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+        base = request.base
+        if not base.calls:
+            raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
+        category = self.policy.category(request.category)
+        told = base.told(category.safe_prompt or self.policy.categories[0].safe_prompt, category.definition)
+        z_view = base.encode(request.view, request.latent_size)
+        masks = torch.stack([latent_mask(m, request.latent_size) for m in request.masks]).to(z_view.device)
+        ladder = [base.level(d / DEPTHS) for d in range(DEPTHS + 1)]
+        images = []
+        for part in in_batches(len(masks), request.batch):
+            knobs, inside = request.knobs[part], masks[part][:, None]
+            guidance = torch.tensor([k.cfg for k in knobs], device=z_view.device)
+
+            def estimate(
+                z: Tensor,
+                level: Level,
+                active: Tensor,
+                inside: Tensor = inside,
+                guidance: Tensor = guidance,
+            ) -> tuple[Tensor, Tensor]:
+                x0, eps = told.estimate(z, level, guidance[active])
+                return torch.lerp(z_view.expand_as(x0), x0, inside[active]), eps
+
+            start = starting_latents(z_view, masks[part], knobs, ladder, request.seed)
+            z = denoise(start, knobs, ladder, estimate)
+            images.append(vae_decode(base.pipe.vae, z, base.device))
+        return resize(torch.cat(images), tuple(request.view.shape[-2:])).cpu()

@@ -1,0 +1,315 @@
+"""GuardPaint: auditor + repairer + proposer + content policy, assembled, loaded, saved and attached."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from guardpaint import doors
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.audit_log import AuditLog
+from guardpaint.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
+from guardpaint.config import GuardConfig
+from guardpaint.draft.families import family_of
+from guardpaint.draft.family import Family
+from guardpaint.draft.views import shrink
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.guard import Parts, check_finite
+from guardpaint.policy import Policy
+from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
+from guardpaint.repair.native import NativeRepairer
+from guardpaint.repair.proposer import TournamentProposer
+from guardpaint.report import GuardReport
+from guardpaint.request import Request
+from guardpaint.types import Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
+
+MANIFEST = "guardpaint.json"
+REMEMBERED = 256
+
+
+class GuardPaint:
+    """A safety layer for diffusers pipelines.
+
+    guard = GuardPaint.from_pretrained(path_or_repo)
+    pipe = guard.attach(pipe)
+    out = pipe("…"); out.images; out.safety[0]
+    """
+
+    def __init__(
+        self,
+        auditor: Auditor,
+        repairer: Repairer,
+        proposer: Proposer | None = None,
+        *,
+        policy: Policy | None = None,
+        config: GuardConfig | None = None,
+        seam: SeamMetric | None = None,
+        decoders: dict[str, Any] | None = None,
+        audit_log: AuditLog | None = None,
+    ) -> None:
+        policy = policy or Policy.default()
+        if tuple(auditor.categories) != policy.names:
+            raise BadConfig(
+                f"the auditor knows {list(auditor.categories)} but policy {policy.name!r} names "
+                f"{list(policy.names)}; they must be the same, in the same order"
+            )
+        if seam is None:
+            seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
+        self.parts = Parts(
+            auditor, repairer, proposer or UniformProposer(), seam, policy, config or GuardConfig()
+        )
+        self.decoders = decoders or {}
+        self.audit_log = audit_log
+        self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = doors.ThreadReports()
+        self._weights: dict[str, str] = {}
+
+    @property
+    def config(self) -> GuardConfig:
+        return self.parts.config
+
+    @property
+    def policy(self) -> Policy:
+        return self.parts.policy
+
+    def configured(self, policy: Policy | None = None, **changes: Any) -> GuardPaint:
+        """The same components under another configuration or policy."""
+        return GuardPaint(
+            self.parts.auditor,
+            self.parts.repairer,
+            self.parts.proposer,
+            policy=policy or self.parts.policy,
+            config=self.config.with_(**changes),
+            seam=self.parts.seam,
+            decoders=self.decoders,
+            audit_log=self.audit_log,
+        )
+
+    # Doors -------------------------------------------------------------------------------------------------
+
+    def attach(self, pipe: Any) -> Any:
+        """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
+        return doors.attach(self, pipe)
+
+    @contextmanager
+    def watch(
+        self,
+        pipe: Any,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        safety_prompt: str | Sequence[str] | None = None,
+        seed: int | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[doors.Watch]:
+        """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
+        with doors.watch(
+            self,
+            pipe,
+            height=height,
+            width=width,
+            safety_prompt=safety_prompt,
+            seed=seed,
+            request_id=request_id,
+        ) as callback:
+            self._thread.watched = callback.request
+            yield callback
+
+    def finish(self, out: Any, output_type: str = "pil") -> Any:
+        """Final verdict for the latest watched call of this thread; returns the output, guarded."""
+        request = self._thread.watched
+        if request is None:
+            raise BadInput("guard.finish(out) closes a `with guard.watch(pipe) as cb:` call; there was none")
+        self._thread.watched = None
+        images = out[0] if isinstance(out, tuple) else out.images
+        if isinstance(images, torch.Tensor):
+            output_type = "latent" if output_type == "latent" else "pt"
+        elif not isinstance(images, list):
+            output_type = "np"
+        released, reports = request.release(images, output_type)
+        self.remember(reports)
+        if isinstance(out, tuple):
+            return (released, *out[1:])
+        return doors.finished_output(out, released, reports)
+
+    def open(
+        self,
+        pipe: Any,
+        *,
+        request_id: str | None,
+        door: str,
+        prompts: list[str] | None,
+        seeds: Callable[[int, int], tuple[int, int]],
+        true_cfg: float = 1.0,
+    ) -> Request:
+        """State for one guarded call."""
+        family = family_of(pipe)
+        return Request(
+            parts=self.parts,
+            pipe=pipe,
+            family=family,
+            request_id=request_id or doors.new_request_id(),
+            seeds=seeds,
+            prompts=prompts,
+            tiny=self.tiny_decoder(pipe, family),
+            door=door,
+            true_cfg=true_cfg,
+            write_log=self.audit_log.append if self.audit_log is not None else None,
+            weights=self.weight_hashes() if self.audit_log is not None else {},
+        )
+
+    def tiny_decoder(self, pipe: Any, family: Family) -> Any | None:
+        """The family's tiny decoder if one is loaded and fits this pipeline's latents."""
+        tiny = self.decoders.get(family.name)
+        if tiny is None:
+            return None
+        have, need = tiny.config.latent_channels, pipe.vae.config.latent_channels
+        if have != need:
+            raise BadConfig(
+                f"the tiny decoder for {family.name!r} takes {have} latent channels, the pipeline has {need}"
+            )
+        return tiny
+
+    # Reports -----------------------------------------------------------------------------------------------
+
+    def remember(self, reports: list[GuardReport]) -> None:
+        if not reports:
+            return
+        with self._lock:
+            self._reports[reports[0].request_id] = reports
+            while len(self._reports) > REMEMBERED:
+                self._reports.popitem(last=False)
+        self._thread.latest = reports
+
+    def reports(self, request_id: str | None = None) -> list[GuardReport]:
+        """Reports of a request (the latest 256 are kept), or of this thread's latest one."""
+        if request_id is None:
+            return self._thread.latest or []
+        with self._lock:
+            if request_id not in self._reports:
+                raise BadInput(f"no request {request_id!r} among the latest {REMEMBERED}")
+            return self._reports[request_id]
+
+    # Audits of given images --------------------------------------------------------------------------------
+
+    def audit_image(self, image: Float[Tensor, "3 h w"], prompt: str | None = None) -> Audit:
+        """Score one finished picture at the fine size."""
+        view = shrink(image, self.parts.auditor.sizes[1])
+        audit = self.parts.auditor.audit(view[None], [prompt], 0.0)[0]
+        check_finite(audit)
+        return audit
+
+    def weight_hashes(self) -> dict[str, str]:
+        """SHA-256 of the weights of each component that has any; computed once."""
+        if not self._weights:
+            for name in ("auditor", "proposer"):
+                part = getattr(self.parts, name)
+                if isinstance(part, nn.Module):
+                    self._weights[name] = fingerprint(part)
+            if isinstance(self.parts.repairer, Inpainter):
+                self._weights["repairer"] = fingerprint(self.parts.repairer.pipe.unet)
+        return self._weights
+
+    def to(self, device: str | torch.device) -> GuardPaint:
+        """Move every component that has weights."""
+        for part in (self.parts.auditor, self.parts.proposer, self.parts.seam, *self.decoders.values()):
+            if isinstance(part, nn.Module):
+                part.to(device)
+        if isinstance(self.parts.repairer, Inpainter):
+            self.parts.repairer.pipe.to(device)
+            if self.parts.repairer.tiny is not None:
+                self.parts.repairer.tiny.to(device)
+        return self
+
+    # Saving and loading ------------------------------------------------------------------------------------
+
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """guardpaint.json, policy.yaml and one folder per component; the manifest is written last."""
+        import yaml
+
+        directory = Path(directory)
+        auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
+        if not isinstance(auditor, AuditorScorer):
+            raise BadConfig(f"{type(auditor).__name__} is not an AuditorScorer and cannot be saved here")
+        manifest: JsonDict = {"version": 1, "config": self.config.to_dict(), "decoders": sorted(self.decoders)}
+        auditor.save_pretrained(directory / "auditor", dtype)
+        manifest["repairer"] = repairer.name
+        if isinstance(repairer, Inpainter):
+            repairer.save_pretrained(directory / "repairer")
+        elif not isinstance(repairer, NativeRepairer):
+            raise BadConfig(f"repairer {repairer.name!r} cannot be saved; known: inpainter, native")
+        manifest["proposer"] = proposer.name
+        if isinstance(proposer, TournamentProposer):
+            proposer.save_pretrained(directory / "proposer", dtype)
+        elif proposer.name not in ("uniform", "fixed"):
+            raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
+        for name, decoder in self.decoders.items():
+            decoder.save_pretrained(directory / "decoders" / name)
+        write_atomic(
+            directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode()
+        )
+        write_json(directory / MANIFEST, manifest)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        *,
+        policy: Policy | str | Path | None = None,
+        lpips: str | Path | None = None,
+        audit_log: AuditLog | None = None,
+        **changes: Any,
+    ) -> GuardPaint:
+        """Load a guard from a directory or hub id; `changes` override its GuardConfig. Missing parts raise."""
+        from diffusers import AutoencoderTiny
+
+        directory = resolve(path_or_repo)
+        manifest = read_json(directory / MANIFEST)
+        if manifest.get("version") != 1:
+            raise BadCheckpoint(f"{directory / MANIFEST}: version {manifest.get('version')!r}, expected 1")
+        if not isinstance(policy, Policy):
+            policy = Policy.load(policy or directory / "policy.yaml")
+        decoders = {}
+        for name in manifest["decoders"]:
+            try:
+                decoders[name] = AutoencoderTiny.from_pretrained(directory / "decoders" / name).eval()
+            except Exception as error:
+                raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
+        return cls(
+            AuditorScorer.from_pretrained(directory / "auditor"),
+            load_repairer(manifest["repairer"], directory, policy),
+            load_proposer(manifest["proposer"], directory),
+            policy=policy,
+            config=GuardConfig.from_dict({**manifest["config"], **changes}),
+            seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
+            decoders=decoders,
+            audit_log=audit_log,
+        )
+
+
+def load_repairer(name: str, directory: Path, policy: Policy) -> Repairer:
+    if name == "inpainter":
+        return Inpainter.from_pretrained(directory / "repairer")
+    if name == "native":
+        return NativeRepairer(policy)
+    raise BadCheckpoint(f"{directory}: repairer {name!r} is neither inpainter nor native")
+
+
+def load_proposer(name: str, directory: Path) -> Proposer:
+    if name == "learned":
+        return TournamentProposer.from_pretrained(directory / "proposer")
+    for known in (UniformProposer(), FixedProposer()):
+        if known.name == name:
+            return known
+    raise BadCheckpoint(f"{directory}: proposer {name!r} is none of learned, uniform, fixed")

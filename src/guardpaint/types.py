@@ -1,0 +1,200 @@
+"""The values that flow through the loop: draft → audit → repair → verify → reinsert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from guardpaint.draft.conditioning import BaseModel
+
+SAFE = "safe"
+
+
+@dataclass(frozen=True)
+class Level:
+    """A noise level of the live latent: z = signal · x0 + sigma · ε."""
+
+    signal: float
+    sigma: float
+    noise: float
+    """Normalised noise time: 1 = pure noise, 0 = clean."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One step of the frozen base for one image, as the tap saw it; latents are spatial, fp32."""
+
+    step: int
+    steps: int
+    latent: Float[Tensor, "c h w"]
+    """The control: the un-edited latent after the step."""
+    x0: Float[Tensor, "c h w"]
+    """Clean estimate of this step."""
+    eps: Float[Tensor, "c h w"]
+    """The trajectory's own implied noise."""
+    before: Level
+    after: Level
+    base: BaseModel
+    """The base's own denoiser and VAE, replayable on this image."""
+
+    @property
+    def progress(self) -> float:
+        """Share of the trajectory done, (i+1)/n over executed steps."""
+        return (self.step + 1) / self.steps
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What one auditor pass says about one image. All scores are in [0, 1], higher is better."""
+
+    adv_prob: float
+    probs: dict[str, float]
+    safety: float
+    """S, policy safety = min(1 − adv_prob, p_safe)."""
+    faithfulness: float | None
+    """F, or None when no prompt text is known."""
+    quality: float
+    """P, perceptual quality."""
+    suppression: float
+    """B, suppression confidence = 1 − relative adversary strength."""
+    adv_map: Float[Tensor, "h w"]
+    class_maps: dict[str, Float[Tensor, "h w"]]
+    image_embed: Float[Tensor, " d"]
+    text_embed: Float[Tensor, " t"] | None
+    pixels: int
+    """Shorter side of the view the auditor saw."""
+
+    @property
+    def harm(self) -> str:
+        """The most probable category."""
+        return max(self.probs, key=self.probs.__getitem__)
+
+    def scores(self) -> dict[str, float | None]:
+        return {
+            "adv_prob": self.adv_prob,
+            "S": self.safety,
+            "F": self.faithfulness,
+            "P": self.quality,
+            "B": self.suppression,
+        }
+
+
+@dataclass(frozen=True)
+class Region:
+    """One connected unsafe area of a view."""
+
+    mask: Bool[Tensor, "h w"]
+    coverage: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The six settings of one repair, in physical units (SPEC §5)."""
+
+    cfg: float
+    dilation: float
+    feather: float
+    jitter: float
+    depth: int
+    seed_offset: int
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "cfg": self.cfg,
+            "dilation": self.dilation,
+            "feather": self.feather,
+            "jitter": self.jitter,
+            "depth": self.depth,
+            "seed_offset": self.seed_offset,
+        }
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An accepted repair, ready for the live latent."""
+
+    z0: Float[Tensor, "c h w"]
+    mask: Float[Tensor, "h w"]
+
+
+@dataclass(frozen=True)
+class RepairRequest:
+    """What a repairer is asked: N candidates for one region of one view."""
+
+    view: Float[Tensor, "3 h w"]
+    region: Bool[Tensor, "h w"]
+    masks: Float[Tensor, "n h w"]
+    """The dilated, feathered mask of each candidate."""
+    knobs: tuple[Knobs, ...]
+    prompt: str
+    category: str
+    seed: int
+    base: BaseModel
+    latent_size: tuple[int, int]
+    """Of the base's latent, for repairers that work there."""
+    batch: int = 8
+    """Most candidates to denoise at once."""
+
+
+@runtime_checkable
+class Auditor(Protocol):
+    """Any detector that can score views. `AuditorScorer` is ours; another one plugs in here."""
+
+    categories: tuple[str, ...]
+    sizes: tuple[int, int]
+    """Shorter side in pixels of the coarse and of the fine pass."""
+
+    def audit(
+        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
+    ) -> list[Audit]: ...
+
+
+@runtime_checkable
+class Repairer(Protocol):
+    """Anything that can repaint a masked region: our inpainter, the base model itself, …"""
+
+    name: str
+    needs_base: bool
+
+    def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]: ...
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Anything that picks knobs for a tournament."""
+
+    name: str
+
+    def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]: ...
+
+
+@runtime_checkable
+class SeamMetric(Protocol):
+    """A perceptual distance per pixel between candidates and the control."""
+
+    name: str
+
+    def distance(
+        self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]
+    ) -> Float[Tensor, "n h w"]: ...
+
+
+@dataclass(frozen=True)
+class ProposerState:
+    """What a proposer may look at (SPEC §5)."""
+
+    text_embed: Float[Tensor, " t"] | None
+    latent: Float[Tensor, "c h w"]
+    image_embed: Float[Tensor, " d"]
+    coverage: float
+    progress: float
+
+
+JsonDict = dict[str, Any]
+Notify = Callable[[str, JsonDict], None]

@@ -1,0 +1,1 @@
+"""Verify: score the candidates, gate them, pick a winner or keep the control."""
