@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/guardpaint demo --out out/gallery
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

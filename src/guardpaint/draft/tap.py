@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from guardpaint.draft.conditioning import DenoiserCall
 from guardpaint.draft.family import Family
 
 
+@runtime_checkable
 class Listener(Protocol):
     """Who is told; `Request` is the one."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +15,7 @@ def shrink(image: Float[Tensor, "3 h w"], pixels: int) -> Float[Tensor, "3 u v"]
     return resize(image[None], audit_size(int(image.shape[-2]), int(image.shape[-1]), pixels))[0]
 
 
+@runtime_checkable
 class Views(Protocol):
     """One image, decodable at any size; `exact` when `at(p)` is `full()` shrunk to p."""
 

@@ -1,0 +1,97 @@
+"""Measured results: docs/results/<component>.json beside its raw rows (SPEC §7). Written by commands only."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from guardpaint.checkpoint import write_atomic, write_json
+
+
+def metric(
+    value: float | None,
+    n: int,
+    *,
+    goal: str | None = None,
+    ci: tuple[float, float] | None = None,
+    note: str = "",
+) -> dict[str, Any]:
+    """One metric; `goal` like '<=0.04' decides `met`."""
+    row: dict[str, Any] = {"value": value, "n": n}
+    if ci is not None:
+        row["ci"] = list(ci)
+    if goal is not None:
+        row["goal"] = goal
+        row["met"] = value is not None and meets(value, goal)
+    if note:
+        row["note"] = note
+    return row
+
+
+def meets(value: float, goal: str) -> bool:
+    for sign, test in (("<=", float.__le__), (">=", float.__ge__), ("<", float.__lt__), (">", float.__gt__)):
+        if goal.startswith(sign):
+            return bool(test(float(value), float(goal[len(sign) :])))
+    raise ValueError(f"goal {goal!r}: write <=x, >=x, <x or >x")
+
+
+def write_results(
+    path: str | Path, metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int
+) -> None:
+    """The JSON, and its rows as gzipped CSV next to it (byte-stable: no timestamp in the archive)."""
+    path = Path(path)
+    raw = path.with_suffix(".rows.csv.gz")
+    text = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(raw, gzip.compress(text.getvalue().encode(), mtime=0))
+    write_json(
+        path,
+        {
+            "command": " ".join(["python", *map(relative, sys.argv)]),
+            "git": git_revision(),
+            "seed": seed,
+            "machine": machine(),
+            "raw": raw.name,
+            "metrics": dict(metrics),
+        },
+    )
+
+
+def relative(argument: str) -> str:
+    """Command-line words without this machine's paths."""
+    if os.path.isabs(argument):
+        return os.path.relpath(argument)
+    return argument
+
+
+def git_revision() -> str:
+    try:
+        head = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,28 @@
+"""Calls the tests share."""
+
+from __future__ import annotations
+
+import torch
+
+from guardpaint.config import GuardConfig
+from guardpaint.doubles import FlagsBright, PaintsFlat
+from guardpaint.system import GuardPaint
+
+SIZE = {"height": 64, "width": 64}
+
+
+def gen(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def call(pipe, prompt="a quiet street", seed=1, steps=5, output_type="pt", **kwargs):
+    """One generation on a small pipeline."""
+    kwargs.setdefault("generator", gen(seed))
+    return pipe(prompt, num_inference_steps=steps, output_type=output_type, **{**SIZE, **kwargs})
+
+
+def bright_guard(gain: float = 1.0, repairer=None, proposer=None, **config) -> GuardPaint:
+    """A guard whose detector flags bright pixels and whose repairer paints them dark: edits get accepted."""
+    return GuardPaint(
+        FlagsBright(gain), repairer or PaintsFlat(), proposer, config=GuardConfig(**config)
+    )
