@@ -165,7 +165,7 @@ class ImageGuard:
         if not regions:
             record.notes.append("flagged, but the heat map has no region to repair")
             return None
-        self.keep(record.step, "control", 0, control)
+        self.keep(record.step, "control", 0, control, heat)
         proposer, n = proposer or self.parts.proposer, candidates or config.candidates
         won: Won | None = None
         names = [str(k + 1) for k in range(len(regions))]
@@ -297,13 +297,20 @@ class ImageGuard:
         record.audits.append(audit_record(audit, decoder, finding))
         return finding
 
-    def keep(self, step: int, kind: str, index: int, image: Float[Tensor, "3 h w"]) -> None:
+    def keep(
+        self,
+        step: int,
+        kind: str,
+        index: int,
+        image: Float[Tensor, "3 h w"],
+        heat: Float[Tensor, "u v"] | None = None,
+    ) -> None:
         """Keep a picture for the report: as it is for operators, else blurred beyond recognition."""
         from guardpaint.release import blurred_thumbnail, to_pil
 
         clear = self.parts.config.retain_evidence
         picture = to_pil(image) if clear else blurred_thumbnail(image)
-        self.evidence.append(Evidence(step, kind, index, picture, not clear))
+        self.evidence.append(Evidence(step, kind, index, picture, not clear, heat))
 
     @contextmanager
     def clock(self, record: StepRecord, stage: str) -> Iterator[None]:

@@ -107,11 +107,13 @@ class Evidence:
     index: int
     image: Image.Image
     blurred: bool
+    heat: Any = None
+    """The heat map behind a control, [h, w] in [0, 1]."""
 
 
 @dataclass
 class GuardReport:
-    """One per image. `to_dict` follows docs/report.schema.json."""
+    """One per image. `to_dict` follows assets/report.schema.json."""
 
     request_id: str
     image: int

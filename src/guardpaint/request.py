@@ -212,12 +212,8 @@ class Request:
         return LatentViews(self.decoder, draft.latent, "stepped", draft.after.noise)
 
     def edit_history(self, image: int, edit: Edit, draft: Draft) -> None:
-        assert self.last is not None
-        sample = self.last[1][image].float()
-        z0 = self.packed(edit.z0)
-        eps = (sample - draft.before.signal * z0) / draft.before.sigma
         schedule.edit_history(
-            self.pipe.scheduler, image, z0, self.packed_mask(edit), eps, draft.before
+            self.pipe.scheduler, image, self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
         )
 
     def packed(self, latent: Float[Tensor, "c h w"]) -> Tensor:

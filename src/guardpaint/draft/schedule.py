@@ -134,14 +134,13 @@ class Levels:
 def edit_history(
     scheduler: Any,
     image: int,
-    z0: Float[Tensor, "..."],
-    mask: Float[Tensor, "..."],
-    eps: Float[Tensor, "..."],
-    level: Level,
+    z0: Float[Tensor, "*s"],
+    mask: Float[Tensor, "*s"],
+    eps: Float[Tensor, "*s"],
 ) -> None:
-    """Give multistep solvers the edited x̂0 inside the mask, so that no old estimate pulls the edit back.
+    """Make a multistep solver's past agree with the rebuilt trajectory (ẑ0, ε̂) inside the mask.
 
-    `z0` and `mask` have the shape of one latent as the pipeline holds it; `level`, `eps` are of the edited step.
+    Otherwise its old estimates would pull the edit back. Tensors are of one latent, as the pipeline holds it.
     """
     name = type(scheduler).__name__
     if name == "PNDMScheduler":

@@ -1,0 +1,212 @@
+"""The command line. Heavy imports wait until a command needs them.
+
+Exit codes: 0 clean or repaired · 1 error · 2 usage · 3 blocked · 4 released although flagged.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from guardpaint import __version__
+from guardpaint.errors import GuardPaintError
+
+EXIT_HELP = (
+    "Exit codes: 0 clean or repaired (or blurred), 1 error, 2 usage, 3 at least one image blocked, "
+    "4 at least one image released although flagged."
+)
+app = typer.Typer(
+    help="GuardPaint: safety for text-to-image diffusion that repairs the picture while it is being made.",
+    epilog=EXIT_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+log_app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True)
+app.add_typer(log_app, name="log")
+err = Console(stderr=True)
+out = Console()
+
+GuardOption = Annotated[
+    str | None, typer.Option("--guard", help="Guard checkpoint: a directory or hub id. Default: the embedded one.")
+]
+PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def main() -> None:
+    """Entry point: known errors become one line and exit code 1; Ctrl-C leaves nothing half-done."""
+    try:
+        app(standalone_mode=True)
+    except GuardPaintError as error:
+        err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("interrupted; nothing was released")
+        sys.exit(130)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command(epilog=EXIT_HELP)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to draw.")],
+    base: Annotated[
+        str,
+        typer.Option(help="Base model: tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux, a directory, or a hub id."),
+    ] = "tiny-sd",
+    seed: Annotated[int, typer.Option(help="Seed of the first image; image i uses seed + i.")] = 0,
+    n: Annotated[int, typer.Option("--n", min=1, max=64, help="How many images.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    size: Annotated[int | None, typer.Option(min=8, help="Height and width in pixels; default: the base's own.")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="Directory for images and reports.")] = Path("out"),
+    guard: GuardOption = None,
+    policy: PolicyOption = None,
+    mode: Annotated[str, typer.Option(help="enforce, monitor or off.")] = "enforce",
+    retain_evidence: Annotated[
+        bool, typer.Option(help="Keep un-blurred views and candidates in the HTML report (operators only).")
+    ] = False,
+    audit_log: Annotated[Path | None, typer.Option(help="Append to this audit log (JSONL).")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="Key of the audit log's HMAC.")] = None,
+    anchor: Annotated[Path | None, typer.Option(help="Where to anchor the audit log's head.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate images under guard; writes PNGs and one report (JSON and HTML) per image."""
+    from guardpaint import commands
+
+    code = commands.generate(
+        commands.GenerateOptions(
+            prompt, base, seed, n, steps, size, out_dir, guard, policy, mode, retain_evidence, audit_log,
+            key_file, anchor, as_json,
+        ),  # fmt: skip
+        out,
+        err,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def audit(
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt the image was made from, for faithfulness.")] = None,
+    category: Annotated[str | None, typer.Option(help="Category of the Grad-CAM overlay; default: the likeliest harm.")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Write heat map, Grad-CAM and mask PNGs here.")] = None,
+    guard: GuardOption = None,
+    policy: PolicyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score finished images: scores, class, heat-map overlay and mask. Exits 3 if any image is flagged."""
+    from guardpaint import commands
+
+    raise typer.Exit(commands.audit(images, prompt, category, out_dir, guard, policy, as_json, out, err))
+
+
+@app.command()
+def inspect(
+    report: Annotated[Path, typer.Argument(help="A report JSON written by `generate`.")], as_json: JsonOption = False
+) -> None:
+    """Tell the story of one generation: what the guard saw, tried and decided."""
+    from guardpaint import commands
+
+    raise typer.Exit(commands.inspect(report, as_json, out))
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check what is installed and which weights are found, and run a self-test of the fail-closed paths."""
+    from guardpaint import commands
+
+    raise typer.Exit(commands.doctor(as_json, out))
+
+
+@app.command()
+def demo(
+    out_dir: Annotated[Path, typer.Option("--out", help="Directory of the gallery.")] = Path("out/gallery"),
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Guarded generation on every family with the embedded models; writes a gallery to open in a browser."""
+    from guardpaint import demo as demo_module
+
+    demo_module.run(out_dir, seed, out)
+
+
+@log_app.command("verify")
+def log_verify(
+    file: Annotated[Path, typer.Argument(help="Audit log (JSONL).")],
+    key_file: Annotated[Path | None, typer.Option(help="Key the log was written with.")] = None,
+    anchor: Annotated[Path | None, typer.Option(help="Anchor file: detects a cut tail.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify the hash chain. Exits 1 and names the line if the log was edited, reordered or cut."""
+    from guardpaint.audit_log import verify_log
+
+    state = verify_log(file, key=read_key(key_file), anchor=anchor)
+    if as_json:
+        typer.echo(json.dumps(vars(state)))
+    elif state.ok:
+        typer.echo(f"{file}: {state.records} records, chain intact")
+        if not state.anchored:
+            typer.echo("no anchor given: a cut tail would not be noticed")
+        if not state.keyed:
+            typer.echo("no key given: a rewritten chain would not be noticed")
+    else:
+        fail(f"{file}: {state.problems[0]}")
+    raise typer.Exit(0 if state.ok else 1)
+
+
+@log_app.command("replay")
+def log_replay(
+    file: Annotated[Path, typer.Argument(help="Audit log (JSONL).")],
+    record: Annotated[int, typer.Option(min=0, help="Record number, from 0.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Recompute gates, utilities and winners of one record from its recorded scores."""
+    from guardpaint.audit_log import read_entries, replay
+
+    rows = read_entries(file)
+    if record >= len(rows) or rows[record][2]:
+        fail(f"{file}: no record {record}; it has {sum(not r[2] for r in rows)}")
+    problems = replay(rows[record][1]["report"])
+    tournaments = sum(len(s["tournaments"]) for s in rows[record][1]["report"]["steps"])
+    if as_json:
+        typer.echo(json.dumps({"record": record, "tournaments": tournaments, "problems": problems}))
+    elif problems:
+        for p in problems:
+            typer.echo(p, err=True)
+    else:
+        typer.echo(f"record {record}: {tournaments} tournaments recomputed, every decision follows from its scores")
+    raise typer.Exit(1 if problems else 0)
+
+
+def read_key(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        fail(f"{path}: key cannot be read ({error.strerror})")
+    if not key:
+        fail(f"{path}: the key file is empty")
+    return key
+
+
+def fail(message: str) -> NoReturn:
+    raise GuardPaintError(message)
+
+
+def dump(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Reading and writing image files: every bad file has its own clear error."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from guardpaint.checkpoint import write_atomic
+from guardpaint.errors import BadInput
+
+MOST_PIXELS = 64_000_000
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """Decode completely, turn upright, keep the mode; truncated or foreign files raise BadInput."""
+    path = Path(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise BadInput(
+                        f"{path}: {image.width}×{image.height} is over {MOST_PIXELS // 1_000_000} MP; scale it down"
+                    )
+                image.load()
+                return ImageOps.exif_transpose(image)
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such image") from error
+    except UnidentifiedImageError as error:
+        raise BadInput(f"{path}: not an image file PIL can read") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"{path}: damaged or truncated image ({error})") from error
+
+
+def save_image(image: Image.Image, path: str | Path) -> None:
+    """PNG, whole or not at all."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    write_atomic(Path(path), buffer.getvalue())

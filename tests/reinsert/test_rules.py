@@ -1,0 +1,206 @@
+"""Reinsertion rules: arithmetic by hand, and whether a repair survives the remaining steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+)
+from helpers import bright_guard, call, gen
+
+from guardpaint.policy import Policy
+from guardpaint.reinsert import rules
+from guardpaint.types import Edit, Level
+
+BLOCK = replace(Policy.default(), last_resort=("block",))
+Z = torch.full((1, 2, 2), 10.0)
+EDIT = Edit(torch.full((1, 2, 2), 2.0), torch.tensor([[0.0, 0.5], [1.0, 0.0]]))
+
+
+def test_direct_blend_by_hand():
+    """α = 0.8: m = 0.5 → weight 0.4 → 10 + 0.4·(2 − 10) = 6.8; m = 1 → 10 − 0.8·8 = 3.6."""
+    out = rules.direct_blend(Z, EDIT, Level(0.9, 0.4, 0.2), alpha=0.8)
+    torch.testing.assert_close(out, torch.tensor([[[10.0, 6.8], [3.6, 10.0]]]))
+
+
+def test_x0_substitution_by_hand():
+    """a = 0.6, s = 0.8, ε̂ = 5: value 0.6·2 + 0.8·5 = 5.2; m = 0.5 → (10 + 5.2)/2 = 7.6."""
+    out = rules.x0_substitution(Z, EDIT, Level(0.6, 0.8, 0.5), torch.full((1, 2, 2), 5.0))
+    torch.testing.assert_close(out, torch.tensor([[[10.0, 7.6], [5.2, 10.0]]]))
+
+
+def test_flow_ode_late_is_the_clean_edit_and_early_is_noised():
+    late = rules.flow_ode(Z, EDIT, Level(0.8, 0.2, 0.2), gen(0))
+    torch.testing.assert_close(late, torch.tensor([[[10.0, 6.0], [2.0, 10.0]]]))
+    early = rules.flow_ode(Z, EDIT, Level(0.5, 0.5, 0.5), gen(0))
+    eps = torch.randn((1, 2, 2), generator=gen(0))
+    assert early[0, 1, 0].item() == pytest.approx(0.5 * 2 + 0.5 * eps[0, 1, 0].item())
+
+
+def test_ddpm_noise_uses_only_its_generator():
+    a = rules.ddpm_noise(Z, EDIT, Level(0.6, 0.8, 0.5), gen(3))
+    torch.manual_seed(99)
+    b = rules.ddpm_noise(Z, EDIT, Level(0.6, 0.8, 0.5), gen(3))
+    assert torch.equal(a, b)
+
+
+def test_hold_by_hand():
+    """x̂0 = 4, ẑ0 = 2, weight 0.5 → 3; weight 0 leaves x̂0."""
+    out = rules.held_estimate(torch.tensor([4.0, 4.0]), torch.tensor([2.0, 2.0]), torch.tensor([0.5, 0.0]))
+    assert out.tolist() == [3.0, 4.0]
+
+
+SCHEDULERS = {
+    "ddim": DDIMScheduler,
+    "ddpm": DDPMScheduler,
+    "pndm": PNDMScheduler,
+    "euler": EulerDiscreteScheduler,
+    "euler_a": EulerAncestralDiscreteScheduler,
+    "dpm++": DPMSolverMultistepScheduler,
+}
+
+
+def final_error(pipe, rule: str, hold: float = 1.0, start: float = 0.3) -> float:
+    """Mean squared latent error inside the mask core against the repair, at the end of the trajectory."""
+    guard = bright_guard(reinsertion=rule, hold=hold, audits=99, audit_start=start).configured(BLOCK)
+    kept = {}
+    open_request = guard.open
+
+    def opened(*args, **kwargs):
+        kept["request"] = open_request(*args, **kwargs)
+        return kept["request"]
+
+    guard.open = opened
+    first = {}
+
+    def stop_auditing(pipe, step, timestep, tensors):
+        request = kept["request"]
+        if request.guards and request.guards[0].edited and not first:
+            record = request.guards[0].records[-1]
+            first["step"] = record.step
+            request.parts = replace(request.parts, config=request.parts.config.with_(audits=1))
+        return tensors
+
+    edits = []
+    from guardpaint.guard import ImageGuard
+
+    original = ImageGuard.reinsert
+
+    def spying(self, draft, won, record):
+        done, edit = original(self, draft, won, record)
+        edits.append(edit)
+        return done, edit
+
+    ImageGuard.reinsert = spying
+    try:
+        call(guard.attach(pipe), steps=10, output_type="latent", callback_on_step_end=stop_auditing)
+    finally:
+        ImageGuard.reinsert = original
+    request = kept["request"]
+    assert edits and not request.guards[0].errors, request.guards[0].errors
+    latent = request.drafts(request.index - 1)[0].latent
+    core = (edits[0].mask > 0.999).expand_as(latent)
+    assert core.any()
+    return float(((latent - edits[0].z0)[core] ** 2).mean())
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_held_repair_survives_every_scheduler(sd_pipe, name):
+    """With h = 1 the repair is what comes out; without a hold the base drifts away from it."""
+    extra = {"skip_prk_steps": True} if name == "pndm" else {}
+    if name in ("ddpm", "ddim"):
+        extra["clip_sample"] = False
+    sd_pipe.scheduler = SCHEDULERS[name].from_config(sd_pipe.scheduler.config, **extra)
+    held = final_error(sd_pipe, "held_substitution")
+    free = final_error(sd_pipe, "x0_substitution")
+    assert held < 0.01
+    assert free > 3 * held
+
+
+def test_a_held_repair_survives_every_family(pipe):
+    held = final_error(pipe, "held_substitution")
+    assert held < 1e-3
+    half = final_error(pipe, "held_substitution", hold=0.5)
+    assert half > held
+
+
+def test_null_text_is_used_by_the_remaining_steps(pipe, family):
+    """The unconditional rows the denoiser is called with change after the reinsertion, and only those."""
+    if family == "flux":
+        pytest.skip("FLUX has no unconditional rows; its fallback is tested with the invariants")
+    guard = bright_guard(reinsertion="null_text", audits=3).configured(BLOCK)
+    rows = []
+    open_request = guard.open
+
+    def opened(*args, **kwargs):
+        request = open_request(*args, **kwargs)
+        original = request.before_call
+
+        def before_call(call):
+            changed = original(call)
+            rows.append(changed.kwargs["encoder_hidden_states"].detach().clone())
+            return changed
+
+        request.before_call = before_call
+        return request
+
+    guard.open = opened
+    out = call(guard.attach(pipe), steps=10)
+    record = next(s for s in out.safety[0].steps if s.reinsertion and s.reinsertion["rule"] == "null_text")
+    before, after = rows[record.step], rows[record.step + 1]
+    assert not torch.equal(before[0], after[0]), "the optimised embedding must be what the next step uses"
+    assert torch.equal(before[1], after[1]), "the prompt's own rows stay"
+
+
+def test_null_text_brings_the_estimate_closer(pipe, family):
+    """Ten steps of the optimiser lower ‖x̂0 − ẑ0‖ inside the mask at the live latent."""
+    if family == "flux":
+        pytest.skip("FLUX has no unconditional rows")
+    from guardpaint.guard import ImageGuard
+
+    seen = []
+    original = ImageGuard.reinsert
+
+    def spying(self, draft, won, record):
+        done, edit = original(self, draft, won, record)
+        if done.embedding is not None:
+            base = draft.base
+            z, level = done.latent[None], draft.after
+
+            def error(b):
+                with torch.no_grad():
+                    x0, _ = b.estimate(z, level)
+                return float(((x0[0] - edit.z0) ** 2 * edit.mask).sum())
+
+            seen.append((error(base), error(replace(base, null_embedding=done.embedding))))
+        return done, edit
+
+    ImageGuard.reinsert = spying
+    try:
+        call(bright_guard(reinsertion="null_text").configured(BLOCK).attach(pipe), steps=10)
+    finally:
+        ImageGuard.reinsert = original
+    assert seen and all(after < before for before, after in seen)
+
+
+def test_a_hold_that_fails_an_audit_is_released(sd_pipe):
+    """FlagsBright stays above the trigger for several rounds: each later audit repairs anew."""
+    guard = bright_guard(audits=3, regions=1).configured(BLOCK)
+    out = call(guard.attach(sd_pipe), steps=10)
+    notes = [n for s in out.safety[0].steps for n in s.notes]
+    triggered = [s for s in out.safety[0].steps if s.triggered and s.view == "x0"]
+    assert len(triggered) >= 2 and any("released, repaired anew" in n for n in notes)
+
+
+def test_tiny_guard_runs_every_rule_without_error(sd_pipe):
+    for rule in ("ddim_inversion", "null_text", "direct_blend"):
+        out = call(bright_guard(reinsertion=rule, regions=1).configured(BLOCK).attach(sd_pipe), steps=6)
+        assert not out.safety[0].errors
