@@ -338,6 +338,10 @@ class Request:
             return Outcome("blocked")
         return replace(outcome, image=self.packed(changed).to(latent.dtype))
 
+    def reports_so_far(self) -> list[GuardReport]:
+        """The account of a call that has no final verdict (yet)."""
+        return self.reports([Outcome("unfinished")] * len(self.guards))
+
     def reports(self, outcomes: Sequence[Outcome]) -> list[GuardReport]:
         config = self.parts.config
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -68,7 +68,9 @@ class GuardPaint:
         self.parts = Parts(
             auditor, repairer, proposer or UniformProposer(), seam, policy, config or GuardConfig()
         )
-        self.decoders = decoders or {}
+        self.decoders = {
+            name: decoder.to(memory_format=torch.channels_last) for name, decoder in (decoders or {}).items()
+        }
         self.audit_log = audit_log
         self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
         self._lock = threading.Lock()

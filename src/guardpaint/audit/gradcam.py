@@ -22,8 +22,8 @@ def grad_cam(
     device = auditor.f_slope.device
     with torch.enable_grad():
         visual = auditor.features(image[None].to(device)).detach().requires_grad_(True)
-        ids = auditor.token_ids([prompt]).to(device)
-        logits = auditor.heads(visual, ids, torch.tensor([noise], device=device)).class_logits
+        text = auditor.encode_prompts([prompt])
+        logits = auditor.heads(visual, text, torch.tensor([noise], device=device)).class_logits
         (gradient,) = torch.autograd.grad(logits[0, auditor.categories.index(category)], visual)
     cam = F.relu((gradient.mean((2, 3), keepdim=True) * visual).sum(1, keepdim=True)).detach()
     cam = F.interpolate(cam, size=image.shape[-2:], mode="bilinear", align_corners=False)[0, 0].cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -80,6 +81,14 @@ class AuditorConfig:
             raise BadConfig(f"auditor config: {error}") from error
 
 
+class Text(NamedTuple):
+    """An encoded prompt: f_text, S_seq and the padding mask."""
+
+    vector: Float[Tensor, "b d"]
+    sequence: Float[Tensor, "b l d"]
+    padding: Bool[Tensor, "b l"]
+
+
 class Scores(NamedTuple):
     """Raw outputs of one forward pass; logits where a loss wants logits."""
 
@@ -129,7 +138,7 @@ class AuditorScorer(nn.Module):
                 depths=list(config.stage_depths),
                 layer_type=config.layer_type,
             )
-        )
+        ).to(memory_format=torch.channels_last)
         self.text = TextEncoder(config.vocab_size, d)
         self.query = nn.Conv2d(channels, d, 1)
         self.query_norm, self.key_norm = nn.LayerNorm(d), nn.LayerNorm(d)
@@ -165,6 +174,7 @@ class AuditorScorer(nn.Module):
         self.register_buffer("f_offset", torch.tensor(0.0))
         self.register_buffer("mean", torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(IMAGENET_STD).view(1, 3, 1, 1), persistent=False)
+        self._encoded: OrderedDict[str, Text] = OrderedDict()
 
     @property
     def categories(self) -> tuple[str, ...]:
@@ -174,30 +184,32 @@ class AuditorScorer(nn.Module):
     def sizes(self) -> tuple[int, int]:
         return self.config.sizes
 
+    def normalised(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
+        """ImageNet statistics; channels last, a quarter faster on CPUs and what GPUs want."""
+        return ((images - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
+
     def features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b c u v"]:
         """F_vis of images in [0, 1]."""
-        return self.backbone((images - self.mean) / self.std).last_hidden_state
+        return self.backbone(self.normalised(images)).last_hidden_state
 
     def stages(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor]:
         """Feature maps of the stem and of every stage, for the seam metric."""
-        out = self.backbone((images - self.mean) / self.std, output_hidden_states=True)
+        out = self.backbone(self.normalised(images), output_hidden_states=True)
         return list(out.hidden_states)
 
     def forward(
         self, images: Float[Tensor, "b 3 h w"], ids: Int[Tensor, "b l"], noise: Float[Tensor, " b"]
     ) -> Scores:
-        return self.heads(self.features(images), ids, noise)
+        return self.heads(self.features(images), Text(*self.text(ids)), noise)
 
-    def heads(
-        self, visual: Float[Tensor, "b c u v"], ids: Int[Tensor, "b l"], noise: Float[Tensor, " b"]
-    ) -> Scores:
+    def heads(self, visual: Float[Tensor, "b c u v"], text: Text, noise: Float[Tensor, " b"]) -> Scores:
         """All heads on given backbone features (Grad-CAM differentiates from here)."""
+        f_text, sequence, padding = text
         time = self.time(noise[:, None])
         adv = self.adv_head(visual)[:, 0]
         classes = self.class_head(visual)
         strength = self.strength_head(self.strength_film(visual.mean((2, 3)), time))[:, 0]
         seam = self.seam_head(self.seam_film(self.seam_conv(visual), time))
-        f_text, sequence, padding = self.text(ids)
         queries = self.query_norm(self.query(visual).flatten(2).transpose(1, 2))
         keys = self.key_norm(sequence)
         attended, _ = self.attention(queries, keys, keys, key_padding_mask=padding, need_weights=False)
@@ -216,6 +228,27 @@ class AuditorScorer(nn.Module):
             cosine=(image_embed * text_embed).sum(1),
         )
 
+    def train(self, mode: bool = True) -> AuditorScorer:
+        self._encoded.clear()
+        return super().train(mode)
+
+    def encode_prompts(self, prompts: Sequence[str | None]) -> Text:
+        """Encoded prompts for scoring; each is encoded once and remembered (the latest 64)."""
+        device = self.f_slope.device
+        words = [p or "" for p in prompts]
+        new = [w for w in dict.fromkeys(words) if w not in self._encoded]
+        for w in new:
+            self._encoded[w] = Text(*self.text(self.token_ids([w]).to(device)))
+        rows = [self._encoded[w] for w in words]
+        while len(self._encoded) > 64:
+            self._encoded.popitem(last=False)
+        width = max(r.padding.shape[1] for r in rows)
+        return Text(
+            torch.cat([r.vector for r in rows]).to(device),
+            torch.cat([F.pad(r.sequence, (0, 0, 0, width - r.padding.shape[1])) for r in rows]).to(device),
+            torch.cat([F.pad(r.padding, (0, width - r.padding.shape[1]), value=True) for r in rows]).to(device),
+        )
+
     def token_ids(self, prompts: Sequence[str | None]) -> Int[Tensor, "b l"]:
         return token_batch(self.tokenizer, [p or "" for p in prompts], self.config.max_tokens)
 
@@ -227,11 +260,8 @@ class AuditorScorer(nn.Module):
         device = self.f_slope.device
         images = images.to(device, torch.float32)
         with torch.autocast(device.type, enabled=False):
-            s = self(
-                images,
-                self.token_ids(prompts).to(device),
-                torch.full((len(images),), noise, device=device),
-            )
+            times = torch.full((len(images),), noise, device=device)
+            s = self.heads(self.features(images), self.encode_prompts(prompts), times)
             adv, probs = s.adv_logit.sigmoid(), s.class_logits.softmax(1)
             faith = (self.f_slope * s.cosine + self.f_offset).sigmoid()
             safety = torch.minimum(1 - adv, probs[:, 0])

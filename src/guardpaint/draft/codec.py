@@ -88,7 +88,8 @@ class ViewDecoder:
         if self.tiny is None:
             return vae_decode(self.vae, latents, self.device)
         weight = next(self.tiny.parameters())
-        images = self.tiny.decode(latents.to(weight), return_dict=False)[0]
+        latents = latents.to(weight).contiguous(memory_format=torch.channels_last)
+        images = self.tiny.decode(latents, return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def at(self, latents: Float[Tensor, "b c h w"], pixels: int) -> Float[Tensor, "b 3 H W"]:
