@@ -237,7 +237,7 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
     )
     del checker
 
-    guard = GuardPaint(auditor, PaintsFlat(), decoders={"sd": taesd})
+    guard = GuardPaint(auditor, PaintsFlat(), decoders={"sd": taesd}).configured(audit_start=0.0)
     request = guard.open(pipe, request_id=None, door="attach", prompts=["a cat"], seeds=lambda i, b: (0, i))
     coarse, fine = auditor.sizes
 
@@ -325,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="docs/results/bench.json")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--embedded-only", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

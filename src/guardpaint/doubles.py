@@ -67,7 +67,7 @@ class Raises:
     """An auditor that breaks on its n-th pass."""
 
     after: int = 0
-    error: Exception = RuntimeError("the auditor broke")  # noqa: RUF009
+    error: BaseException = RuntimeError("the auditor broke")  # noqa: RUF009
     categories: tuple[str, ...] = CATEGORIES
     sizes: tuple[int, int] = (32, 64)
     passes: int = 0

@@ -135,7 +135,7 @@ class RepairRequest:
     prompt: str
     category: str
     seed: int
-    base: BaseModel
+    base: BaseModel | None
     latent_size: tuple[int, int]
     """Of the base's latent, for repairers that work there."""
     batch: int = 8

@@ -32,7 +32,7 @@ def mine(heat: Float[Tensor, "h w"], size: tuple[int, int], config: GuardConfig)
     """Threshold → connected components → the K largest, tiny ones dropped. A flat map has no region."""
     view = heat_at(heat, size)
     if config.mask_threshold == "percentile":
-        if float(view.max() - view.min()) <= 1e-9:
+        if float(heat.max() - heat.min()) <= 1e-6:
             return []
         hot = view >= torch.quantile(view.flatten()[:: max(1, view.numel() // 1_000_000)], config.percentile / 100)
     else:

@@ -27,7 +27,7 @@ class NativeRepairer:
     @torch.no_grad()
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         base = request.base
-        if not base.calls:
+        if base is None or not base.calls:
             raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
         category = self.policy.category(request.category)
         told = base.told(category.safe_prompt or self.policy.categories[0].safe_prompt, category.definition)

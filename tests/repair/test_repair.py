@@ -1,0 +1,145 @@
+"""Knobs, proposers, inpainter and native repair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from guardpaint import tiny
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.repair.denoise import DEPTHS, denoise, in_batches
+from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.knobs import FixedProposer, StrongProposer, UniformProposer, denormalise
+from guardpaint.repair.proposer import (
+    ProposerConfig,
+    StateEncoder,
+    TournamentProposer,
+    fold_channels,
+)
+from guardpaint.types import Knobs, Level, Proposer, ProposerState, RepairRequest
+
+STATE = ProposerState(torch.zeros(32), torch.zeros(4, 16, 16), torch.zeros(256), 0.2, 0.8)
+
+
+def test_denormalise_by_hand():
+    """0.5 of every range: CFG 8, dilation 0.5, feather 0.5, jitter 0.25, depth 5.5 → 6 (round half to even)."""
+    k = denormalise(torch.full((5,), 0.5), 3)
+    assert (k.cfg, k.dilation, k.feather, k.jitter, k.depth, k.seed_offset) == (8.0, 0.5, 0.5, 0.25, 6, 300)
+    clipped = denormalise(torch.tensor([-1.0, 2.0, 0.0, 1.0, 5.0]), 9)
+    assert (clipped.cfg, clipped.dilation, clipped.depth, clipped.seed_offset) == (1.0, 1.0, 10, 900)
+
+
+@pytest.mark.parametrize("proposer", [UniformProposer(), FixedProposer(), StrongProposer(), tiny.proposer()])
+def test_every_proposer_keeps_to_the_ranges_and_its_seed(proposer):
+    assert isinstance(proposer, Proposer)
+    knobs = proposer.propose(STATE, 20, seed=3)
+    assert knobs == proposer.propose(STATE, 20, seed=3) and len(knobs) == 20
+    for k in knobs:
+        assert 1 <= k.cfg <= 15 and 0 <= k.dilation <= 1 and 0 <= k.feather <= 1 and 0 <= k.jitter <= 0.5
+        assert 1 <= k.depth <= 10 and isinstance(k.depth, int) and k.seed_offset in range(0, 901, 100)
+    if proposer.name in ("uniform", "learned"):
+        assert knobs != proposer.propose(STATE, 20, seed=4)
+
+
+def test_state_is_257_and_initialised_orthogonally():
+    """gain 0.1 in the encoder: W Wᵀ = 0.01 I for wide weights; gain 0.01 in the policy."""
+    encoder = StateEncoder(ProposerConfig())
+    w = encoder.text.weight
+    torch.testing.assert_close(w @ w.T, 0.01 * torch.eye(64), atol=1e-5, rtol=0)
+    state = encoder(torch.zeros(2, 512), torch.zeros(2, 4, 9, 9), torch.zeros(2, 256), torch.zeros(2, 1), torch.ones(2, 1))
+    assert state.shape == (2, 257) and (state[:, -1] == 1).all()
+    policy = TournamentProposer()
+    m = policy.mean.weight
+    torch.testing.assert_close(m @ m.T, 0.0001 * torch.eye(5), atol=1e-7, rtol=0)
+    mean, log_std, logits = policy(torch.zeros(1, 257))
+    torch.testing.assert_close(mean, torch.full((1, 5), 0.5))
+    assert logits.shape == (1, 10) and -4 <= log_std.min() and log_std.max() <= 0.5
+
+
+def test_log_prob_by_hand():
+    """A fresh policy at a zero state: N(0.5, 1) on five knobs at their mean, uniform over ten seeds."""
+    policy = TournamentProposer().eval()
+    got = policy.log_prob(torch.zeros(1, 257), torch.full((1, 5), 0.5), torch.tensor([4]))
+    expected = 5 * (-0.5 * torch.log(torch.tensor(2 * torch.pi))) - torch.log(torch.tensor(10.0))
+    torch.testing.assert_close(got[0], expected, atol=1e-5, rtol=0)
+
+
+def test_channels_fold():
+    x = torch.arange(16.0).view(1, 16, 1, 1)
+    assert fold_channels(x, 4).flatten().tolist() == [1.5, 5.5, 9.5, 13.5]
+    assert fold_channels(x[:, :2], 4).flatten().tolist() == [0.0, 1.0, 0.0, 0.0]
+    with pytest.raises(BadConfig, match="6 latent channels"):
+        fold_channels(x[:, :6], 4)
+
+
+def test_proposer_round_trip(tmp_path):
+    p = tiny.proposer(2)
+    p.save_pretrained(tmp_path)
+    assert TournamentProposer.from_pretrained(tmp_path).propose(STATE, 3, 1) == p.propose(STATE, 3, 1)
+
+
+def request(knobs: list[Knobs], size: int = 64, batch: int = 8) -> RepairRequest:
+    mask = torch.zeros(size, size)
+    mask[16:48, 16:48] = 1
+    view = torch.rand(3, size, size, generator=torch.Generator().manual_seed(0))
+    return RepairRequest(
+        view, mask.bool(), mask.expand(len(knobs), -1, -1), tuple(knobs), "a cat", "nudity", 7,
+        None, (16, 16), batch,
+    )  # fmt: skip
+
+
+MIXED = [Knobs(3.0 + i, 0.3, 0.5, 0.1 * i, d, 100 * i) for i, d in enumerate((10, 1, 4, 7))]
+
+
+def test_a_batch_of_mixed_depths_equals_one_by_one():
+    """Every candidate of a batch is the picture it would have been alone, whatever the batch size."""
+    inpainter = tiny.inpainter()
+    together = inpainter.candidates(request(MIXED))
+    halves = inpainter.candidates(request(MIXED, batch=2))
+    alone = torch.cat([inpainter.candidates(request([k])) for k in MIXED])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
+    torch.testing.assert_close(together, halves, atol=1e-4, rtol=0)
+
+
+def test_depth_counts_denoiser_calls():
+    """d of 10 → d steps; a candidate joins the shared ladder at its own rung."""
+    seen = []
+
+    def estimate(z, level, active):
+        seen.append((round(level.noise, 1), active.tolist()))
+        return z, z
+
+    ladder = [Level(1 - d / DEPTHS, d / DEPTHS, d / DEPTHS) for d in range(DEPTHS + 1)]
+    denoise(torch.zeros(2, 1, 2, 2), [replace(MIXED[0], depth=3), replace(MIXED[0], depth=1)], ladder, estimate)
+    assert seen == [(0.3, [0]), (0.2, [0]), (0.1, [0, 1])]
+
+
+def test_other_shapes_go_through_the_native_size():
+    inpainter = tiny.inpainter()
+    assert inpainter.native_size(64, 64) == (64, 64)
+    assert inpainter.native_size(512, 768) == (64, 96)
+    out = inpainter.candidates(request(MIXED[:1], size=96))
+    assert out.shape == (1, 3, 64, 64) and 0 <= out.min() and out.max() <= 1
+
+
+def test_candidates_ignore_the_global_rng():
+    inpainter = tiny.inpainter()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    a = inpainter.candidates(request(MIXED[:1]))
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert torch.equal(a, inpainter.candidates(request(MIXED[:1])))
+
+
+def test_a_four_channel_unet_is_no_inpainter(tmp_path):
+    with pytest.raises(BadCheckpoint, match="4 channels"):
+        Inpainter(tiny.pipeline("sd"))
+    with pytest.raises(BadCheckpoint, match="not a StableDiffusionInpaintPipeline"):
+        Inpainter.from_pretrained(tmp_path)
+
+
+def test_slices():
+    assert in_batches(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]

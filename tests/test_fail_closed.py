@@ -1,0 +1,212 @@
+"""Fail closed (SPEC §8.1–8.2): whatever breaks, no unsafe image is released and nothing is silent."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import bright_guard, call
+
+from guardpaint import tiny
+from guardpaint.audit_log import AuditLog, verify_log
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
+from guardpaint.errors import AuditLogError, NotFinite
+from guardpaint.policy import Policy
+from guardpaint.system import GuardPaint
+
+BLOCK = replace(Policy.default(), last_resort=("block",))
+KEEP = replace(Policy.default(), last_resort=("keep",))
+
+
+def assert_blocked(out, word: str) -> None:
+    report = out.safety[0]
+    assert report.status == "blocked" and not report.released and report.exit_code == 3
+    assert not torch.as_tensor(out.images).any(), "a blocked slot is empty"
+    assert any(word in e for e in report.errors), report.errors
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_auditor_that_raises_blocks(pipe, after):
+    """Mid-trajectory (first pass) or at the final verdict (second)."""
+    assert_blocked(call(GuardPaint(Raises(after), PaintsFlat()).attach(pipe)), "the auditor broke")
+
+
+def test_on_error_raise_raises(sd_pipe):
+    guard = GuardPaint(Raises(), PaintsFlat()).configured(on_error="raise")
+    with pytest.raises(RuntimeError, match="the auditor broke"):
+        call(guard.attach(sd_pipe))
+
+
+def test_one_broken_image_does_not_take_the_batch_with_it(sd_pipe):
+    class BreaksOnWord(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            found = AlwaysSafe.audit(self, images, prompts, noise)
+            return [replace(a, safety=float("nan")) if "bad" in (p or "") else a for a, p in zip(found, prompts, strict=True)]
+
+    plain = call(sd_pipe, ["good", "bad"]).images
+    out = call(GuardPaint(BreaksOnWord(), PaintsFlat()).attach(sd_pipe), ["good", "bad"])
+    assert [r.status for r in out.safety] == ["clean", "blocked"]
+    assert torch.equal(out.images[0], plain[0]) and not out.images[1].any()
+
+
+def test_nan_scores_never_pass():
+    class NaN(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            return [replace(a, adv_prob=float("nan")) for a in AlwaysSafe.audit(self, images, prompts, noise)]
+
+    assert_blocked(call(GuardPaint(NaN(), PaintsFlat()).attach(tiny.pipeline("sd"))), "NaN")
+
+
+def test_nan_latents_block(pipe):
+    def poison(p, step, timestep, tensors):
+        if step == 2:
+            tensors["latents"] = tensors["latents"] * float("nan")
+        return tensors
+
+    out = call(GuardPaint(AlwaysSafe(), PaintsFlat()).attach(pipe), callback_on_step_end=poison)
+    assert_blocked(out, "NaN")
+
+
+def test_nan_only_in_the_final_image_blocks(sd_pipe):
+    """diffusers turns NaN into black in PIL output; in tensors it is seen."""
+    with torch.no_grad():
+        sd_pipe.vae.decoder.conv_out.bias.fill_(float("nan"))
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), decoders={"sd": tiny.tiny_decoder(4)})
+    assert_blocked(call(guard.attach(sd_pipe)), "final image holds NaN")
+
+
+def test_a_nan_repair_blocks(sd_pipe):
+    assert_blocked(call(bright_guard(repairer=PaintsNaN()).attach(sd_pipe)), "nan repairer")
+
+
+def test_timeouts_block(sd_pipe):
+    out = call(bright_guard(timeout_s=1e-6).attach(sd_pipe))
+    assert_blocked(out, "timeout_s=1e-06")
+
+
+def test_the_ladder_ends_in_block(pipe):
+    """No repair satisfies AlwaysUnsafe: strong repair, blur, block, in this order."""
+    out = call(GuardPaint(AlwaysUnsafe(), PaintsFlat()).attach(pipe))
+    report = out.safety[0]
+    assert [r["rung"] for r in report.final.ladder] == ["strong_repair", "blur", "block"]
+    assert report.status == "blocked" and not out.images.any() and report.final.verdict == "flagged"
+
+
+def test_keep_must_be_asked_for_and_has_its_own_status(sd_pipe):
+    plain = call(sd_pipe).images
+    out = call(GuardPaint(AlwaysUnsafe(), PaintsFlat(), policy=KEEP).attach(sd_pipe))
+    assert out.safety[0].status == "released_flagged" and out.safety[0].exit_code == 4
+    assert torch.equal(plain, out.images) and out.nsfw_content_detected == [True]
+
+
+class ContentWhenBlurred(FlagsBright):
+    """Flags until the picture is smooth: only a blur passes."""
+
+    def audit(self, images, prompts, noise):
+        found = AlwaysUnsafe.audit(self, images, prompts, noise)
+        smooth = (images[..., 1:] - images[..., :-1]).abs().mean((1, 2, 3))
+        calm = AlwaysSafe.audit(self, images, prompts, noise)
+        return [c if s < self.gain else f for f, c, s in zip(found, calm, smooth, strict=True)]
+
+
+class PaintsTheSame(PaintsFlat):
+    """A repairer that changes nothing."""
+
+    def candidates(self, request):
+        return request.view.expand(len(request.knobs), -1, -1, -1).clone()
+
+
+def test_a_blurred_picture_is_called_blurred(sd_pipe):
+    policy = replace(Policy.default(), last_resort=("blur", "block"))
+    sharp = call(sd_pipe).images
+    level = float((sharp[..., 1:] - sharp[..., :-1]).abs().mean())
+    auditor = ContentWhenBlurred(gain=level * 0.6, sizes=(64, 64))
+    guard = GuardPaint(auditor, PaintsTheSame(), policy=policy).configured(percentile=0.0)
+    out = call(guard.attach(sd_pipe))
+    assert out.safety[0].status == "blurred", [a.scores for a in out.safety[0].final.audits]
+    assert out.images.any()
+
+
+def test_monitor_changes_nothing_and_says_so(pipe):
+    plain = call(pipe).images
+    out = call(bright_guard(mode="monitor").attach(pipe))
+    assert torch.equal(plain, out.images)
+    assert out.safety[0].status == "released_flagged" and out.safety[0].triggered
+    assert any(s["what"] == "repair" and "monitor" in s["why"] for s in out.safety[0].posture["skipped"])
+    assert not any(s.tournaments for s in out.safety[0].steps)
+
+
+def test_off_does_nothing_and_says_so(sd_pipe):
+    out = call(GuardPaint(Raises(), PaintsFlat()).configured(mode="off").attach(sd_pipe))
+    assert torch.equal(call(sd_pipe).images, out.images)
+    assert out.safety[0].status == "unguarded" and out.safety[0].posture["mode"] == "off"
+
+
+def test_an_unwritable_log_blocks(tmp_path, sd_pipe):
+    log = AuditLog(tmp_path / "log.jsonl")
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=log)
+    assert call(guard.attach(sd_pipe)).safety[0].status == "clean"
+    os.close(log._file)
+    log._file = os.open(tmp_path / "log.jsonl", os.O_RDONLY)
+    assert_blocked(call(guard.attach(sd_pipe)), "record not written")
+
+
+def test_a_full_disk_blocks_and_leaves_no_half_record(tmp_path, sd_pipe, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    log = AuditLog(path)
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=log)
+    call(guard.attach(sd_pipe))
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
+    assert_blocked(call(guard.attach(sd_pipe)), "disk may be full")
+    monkeypatch.undo()
+    assert verify_log(path).ok and verify_log(path).records == 1
+    assert call(guard.attach(sd_pipe)).safety[0].status == "clean"
+    assert verify_log(path).records == 2
+
+
+def test_a_log_on_a_read_only_disk_is_refused_at_once(tmp_path):
+    with pytest.raises(AuditLogError, match="cannot be opened"):
+        AuditLog(tmp_path)  # a directory: no one can append to it, root included
+
+
+def test_ctrl_c_propagates_and_the_pipeline_survives(sd_pipe):
+    guard = GuardPaint(Raises(error=KeyboardInterrupt()), PaintsFlat())
+    plain = call(sd_pipe).images
+    with pytest.raises(KeyboardInterrupt):
+        call(guard.attach(sd_pipe))
+    assert torch.equal(plain, call(sd_pipe).images)
+
+
+def test_flat_heat_map_has_no_region_and_ends_in_block(sd_pipe):
+    class Flat(AlwaysUnsafe):
+        def audit(self, images, prompts, noise):
+            found = AlwaysUnsafe.audit(self, images, prompts, noise)
+            return [replace(a, adv_map=torch.full((16, 16), 0.5)) for a in found]
+
+    out = call(GuardPaint(Flat(), PaintsFlat(), policy=BLOCK).attach(sd_pipe))
+    assert out.safety[0].status == "blocked"
+    assert any("no region" in n for s in out.safety[0].steps for n in s.notes)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "x" * 10_000, "а раinting (homoglyphs)", "שלום עולם", "🐈‍⬛ on a 🪑", "\x00\ud800 odd"]
+)
+def test_strange_prompts(sd_pipe, prompt):
+    """The real text encoder of the auditor sees them all; none crashes, none slips through unseen."""
+    if "\ud800" in prompt:
+        prompt = prompt.replace("\ud800", "")
+    guard = tiny.guard(candidates=1, regions=1).configured(BLOCK)
+    out = call(guard.attach(sd_pipe), prompt, steps=3)
+    assert not out.safety[0].errors
+    assert out.safety[0].prompt is None and len(out.safety[0].prompt_sha256) == 64
+
+
+def test_not_finite_is_named():
+    from guardpaint.guard import check_finite
+
+    audit = AlwaysSafe().audit(torch.zeros(1, 3, 8, 8), ["a"], 0.0)[0]
+    with pytest.raises(NotFinite, match="inf"):
+        check_finite(replace(audit, quality=float("inf")))
