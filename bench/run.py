@@ -188,9 +188,7 @@ def tournament_ratios(
             lambda: inpainter.candidates(five),
             repeats,
         )
-    ts = rows.time(
-        f"{name}: the same one by one", lambda: [inpainter.candidates(r) for r in alone], repeats
-    )
+    ts = rows.time(f"{name}: the same one by one", lambda: [inpainter.candidates(r) for r in alone], repeats)
     return {
         "n5_vs_n1": t5 / t1,
         "batched_vs_sequential": t5 / ts,
@@ -221,13 +219,9 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
     pipe.set_progress_bar_config(disable=True)
 
     latents, words = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 768)
-    step = rows.time(
-        "CFG base step", lambda: unet(latents, 500, encoder_hidden_states=words), max(2, repeats - 1)
-    )
+    step = rows.time("CFG base step", lambda: unet(latents, 500, encoder_hidden_states=words), max(2, repeats - 1))
     triple = (torch.randn(3, 4, 64, 64), torch.randn(3, 77, 768))
-    sld = rows.time(
-        "SLD step (third branch)", lambda: unet(triple[0], 500, encoder_hidden_states=triple[1]), 2
-    )
+    sld = rows.time("SLD step (third branch)", lambda: unet(triple[0], 500, encoder_hidden_states=triple[1]), 2)
     decode = rows.time("full VAE decode 512", lambda: vae.decode(latents[:1]), 2)
     checker, pixels = stock_checker(), torch.randn(1, 3, 224, 224)
     stock = rows.time(
@@ -258,11 +252,17 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
 
     metrics["benign_audit_vs_step"] = metric(audit_coarse / step, repeats + 5, goal="<=0.04")
     metrics["benign_audit_fine_vs_step"] = metric(
-        (audit_coarse + audit_fine) / step, repeats + 5, goal="<=0.12", note="coarse pass and 384 px confirmation"
+        (audit_coarse + audit_fine) / step,
+        repeats + 5,
+        goal="<=0.12",
+        note="coarse pass and 384 px confirmation",
     )
     overhead = (inside + final) / generation
     metrics["benign_overhead_fraction"] = metric(
-        overhead, 1, goal="<=0.005", note=f"X = 2, {STEPS} steps: one audited step and the final verdict, from a real call"
+        overhead,
+        1,
+        goal="<=0.005",
+        note=f"X = 2, {STEPS} steps: one audited step and the final verdict, from a real call",
     )
     metrics["benign_overhead_vs_stock_checker"] = metric(
         (inside + final) / stock, 1, goal="<=1.0", note="whole benign overhead against one stock checker pass"
@@ -273,13 +273,13 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
 
     del pipe, unet, request
     gc.collect()
-    inpainter = Inpainter(
-        StableDiffusionInpaintPipeline(unet=full_unet(9), scheduler=tiny.ddim(), **shared), taesd
-    )
+    inpainter = Inpainter(StableDiffusionInpaintPipeline(unet=full_unet(9), scheduler=tiny.ddim(), **shared), taesd)
     ratios = tournament_ratios(rows, "full size", inpainter, 512, MIXED_DEPTHS, 1)
     metrics["tournament_n5_vs_n1"] = metric(ratios["n5_vs_n1"], 1, note=f"depths {MIXED_DEPTHS} against one of depth 2")
     metrics["tournament_batched_vs_sequential"] = metric(ratios["batched_vs_sequential"], 1)
-    metrics["tournament_peak_gib"] = metric(ratios["peak_gib_n5"], 1, note="above the loaded models, N = 5 in one batch")
+    metrics["tournament_peak_gib"] = metric(
+        ratios["peak_gib_n5"], 1, note="above the loaded models, N = 5 in one batch"
+    )
     per_rung = ratios["seconds_n5"] / sum(MIXED_DEPTHS)
     default_depth = FixedProposer().knobs.depth
     metrics["tournament_vs_generation"] = metric(
@@ -317,7 +317,9 @@ def embedded_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
         rows.append({"part": "Cost_t terms, embedded", "run": seed, "seconds": parts[-1], **terms, "whole": whole[-1]})
     ratio = statistics.median(p / w for p, w in zip(parts, whole, strict=True))
     metrics["cost_model_explained"] = metric(
-        ratio, len(parts), note="sum of Cost_t's measured terms over the measured extra time of a guarded call"
+        ratio,
+        len(parts),
+        note="sum of Cost_t's measured terms over the measured extra time of a guarded call",
     )
 
 

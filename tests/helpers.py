@@ -23,6 +23,4 @@ def call(pipe, prompt="a quiet street", seed=1, steps=5, output_type="pt", **kwa
 
 def bright_guard(gain: float = 1.0, repairer=None, proposer=None, **config) -> GuardPaint:
     """A guard whose detector flags bright pixels and whose repairer paints them dark: edits get accepted."""
-    return GuardPaint(
-        FlagsBright(gain), repairer or PaintsFlat(), proposer, config=GuardConfig(**config)
-    )
+    return GuardPaint(FlagsBright(gain), repairer or PaintsFlat(), proposer, config=GuardConfig(**config))

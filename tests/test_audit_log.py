@@ -37,7 +37,17 @@ def rewrite(path, change):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("edit", lambda x: [x[0], x[1].replace(b'"clean"', b'"blurred"').replace(b'"repaired"', b'"clean"').replace(b'"blocked"', b'"clean"'), x[2]]),
+        (
+            "edit",
+            lambda x: [
+                x[0],
+                x[1]
+                .replace(b'"clean"', b'"blurred"')
+                .replace(b'"repaired"', b'"clean"')
+                .replace(b'"blocked"', b'"clean"'),
+                x[2],
+            ],
+        ),
         ("delete", lambda x: [x[0], x[2]]),
         ("reorder", lambda x: [x[1], x[0], x[2]]),
         ("duplicate", lambda x: [x[0], x[0], x[1], x[2]]),

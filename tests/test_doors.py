@@ -62,7 +62,8 @@ def test_other_pipelines_are_refused_and_the_supported_ones_named():
     )
     other = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
     with pytest.raises(
-        UnsupportedPipeline, match="DDPMPipeline.*StableDiffusionPipeline.*StableDiffusionXL.*StableDiffusion3.*Flux"
+        UnsupportedPipeline,
+        match="DDPMPipeline.*StableDiffusionPipeline.*StableDiffusionXL.*StableDiffusion3.*Flux",
     ):
         safe().attach(other)
 
@@ -158,7 +159,15 @@ def test_prompt_2_is_part_of_the_safety_prompt():
 
 
 @pytest.mark.parametrize(
-    "cls", ["DDIMScheduler", "PNDMScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler", "DDPMScheduler"]
+    "cls",
+    [
+        "DDIMScheduler",
+        "PNDMScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "DPMSolverMultistepScheduler",
+        "DDPMScheduler",
+    ],
 )
 def test_schedulers_keep_working(sd_pipe, cls):
     extra = {"skip_prk_steps": True} if cls == "PNDMScheduler" else {}
@@ -185,7 +194,7 @@ def test_custom_timesteps_and_sigmas(sd_pipe):
 
 
 def variant(pipe, name):
-    parts = {k: v for k, v in pipe.components.items()}
+    parts = dict(pipe.components.items())
     cls = getattr(diffusers, name)
     wanted = inspect.signature(cls.__init__).parameters
     extra = {"requires_safety_checker": False} if "requires_safety_checker" in wanted else {}
@@ -235,7 +244,9 @@ def test_an_inpainting_unet_as_base_repairs_natively():
 
     pipe = tiny.inpainter().pipe
     pipe.set_progress_bar_config(disable=True)
-    guard = GuardPaint(FlagsBright(), NativeRepairer(Policy.default()), policy=BLOCK).configured(candidates=2, regions=1)
+    guard = GuardPaint(FlagsBright(), NativeRepairer(Policy.default()), policy=BLOCK).configured(
+        candidates=2, regions=1
+    )
     out = guard.attach(pipe)(
         "a cat", image=torch.rand(1, 3, 64, 64, generator=gen(9)), mask_image=torch.ones(1, 1, 64, 64),
         num_inference_steps=5, output_type="pt", generator=gen(), **SIZE,
@@ -312,7 +323,15 @@ def test_a_stock_safety_checker_stays_in_place(sd_pipe):
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
     from transformers import CLIPConfig, CLIPImageProcessor
 
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "projection_dim": 8}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+        "projection_dim": 8,
+    }
     with tiny.seeded(0):
         checker = StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=8))
     checker.concept_embeds_weights.data.fill_(-2.0)

@@ -43,7 +43,10 @@ def test_one_broken_image_does_not_take_the_batch_with_it(sd_pipe):
     class BreaksOnWord(AlwaysSafe):
         def audit(self, images, prompts, noise):
             found = AlwaysSafe.audit(self, images, prompts, noise)
-            return [replace(a, safety=float("nan")) if "bad" in (p or "") else a for a, p in zip(found, prompts, strict=True)]
+            return [
+                replace(a, safety=float("nan")) if "bad" in (p or "") else a
+                for a, p in zip(found, prompts, strict=True)
+            ]
 
     plain = call(sd_pipe, ["good", "bad"]).images
     out = call(GuardPaint(BreaksOnWord(), PaintsFlat()).attach(sd_pipe), ["good", "bad"])

@@ -21,9 +21,7 @@ from guardpaint.types import Knobs
 from guardpaint.verify.utility import tau_f, tau_p
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
-slow_ok = settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+slow_ok = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @slow_ok
@@ -71,9 +69,7 @@ def test_an_untriggered_item_beside_a_triggered_one_is_untouched(pipe):
 
 def test_a_batch_decides_like_single_calls(pipe):
     prompts = ["a quiet street", "an unsafe thing", "a second unsafe thing"]
-    guard = GuardPaint(FlagsOnly(), tiny.inpainter()).configured(
-        BLOCK, audits=2, candidates=2, regions=1
-    )
+    guard = GuardPaint(FlagsOnly(), tiny.inpainter()).configured(BLOCK, audits=2, candidates=2, regions=1)
     twin = guard.attach(pipe)
     together = call(twin, prompts, generator=[gen(s) for s in (5, 6, 7)])
     for i, (prompt, seed) in enumerate(zip(prompts, (5, 6, 7), strict=True)):
@@ -101,7 +97,16 @@ class Spy:
 
 
 @pytest.mark.parametrize(
-    "rule", ["ddpm_noise", "direct_blend", "ddim_inversion", "null_text", "flow_ode", "x0_substitution", "held_substitution"]
+    "rule",
+    [
+        "ddpm_noise",
+        "direct_blend",
+        "ddim_inversion",
+        "null_text",
+        "flow_ode",
+        "x0_substitution",
+        "held_substitution",
+    ],
 )
 def test_outside_the_mask_the_reinserted_latent_is_the_control(pipe, family, rule):
     """At the reinsertion step, where the latent mask is 0, the latent equals the control bit for bit."""
@@ -162,9 +167,7 @@ def test_guard_randomness_ignores_the_callers_and_global_rng(pipe):
         results.append(call(guard.attach(pipe)))
         assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(results[0].images, results[1].images)
-    knobs = [
-        [c.knobs for s in r.safety[0].steps for t in s.tournaments for c in t.candidates] for r in results
-    ]
+    knobs = [[c.knobs for s in r.safety[0].steps for t in s.tournaments for c in t.candidates] for r in results]
     assert knobs[0] == knobs[1] and knobs[0]
     other = call(guard.attach(pipe), seed=2)
     assert knobs[0] != [c.knobs for s in other.safety[0].steps for t in s.tournaments for c in t.candidates]
@@ -178,7 +181,7 @@ class Captured(Exception):
 
 
 class Capturing:
-    name, needs_base = "capturing", True
+    name = "capturing"
 
     def candidates(self, request):
         raise Captured(request)
@@ -226,10 +229,10 @@ def test_every_knob_changes_the_candidate(repair_request, family, repairer):
 
 def test_the_original_pipeline_is_left_alone(pipe):
     before = copy.copy(vars(pipe))
-    state = {k: v for k, v in vars(pipe.scheduler).items()}
+    state = dict(vars(pipe.scheduler).items())
     twin = bright_guard().attach(pipe)
     call(twin)
     assert type(pipe) is not type(twin) and isinstance(twin, type(pipe))
     assert vars(pipe) == before
     assert "step" not in vars(pipe.scheduler)
-    assert {k: v for k, v in vars(pipe.scheduler).items()}.keys() == state.keys()
+    assert dict(vars(pipe.scheduler).items()).keys() == state.keys()

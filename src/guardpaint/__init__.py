@@ -19,7 +19,20 @@ _WHERE = {
     "TournamentProposer": "guardpaint.repair.proposer",
     "GuardPaintError": "guardpaint.errors",
 }
-__all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604
+__all__ = [
+    "AuditLog",
+    "AuditorConfig",
+    "AuditorScorer",
+    "GuardConfig",
+    "GuardPaint",
+    "GuardPaintError",
+    "GuardReport",
+    "Inpainter",
+    "NativeRepairer",
+    "Policy",
+    "TournamentProposer",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from guardpaint.audit.model import AuditorConfig, AuditorScorer

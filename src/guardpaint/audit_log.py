@@ -32,17 +32,13 @@ def digest(body: bytes, key: bytes | None) -> str:
 
 
 def canonical(entry: JsonDict) -> bytes:
-    return json.dumps(
-        entry, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    ).encode()
+    return json.dumps(entry, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 class AuditLog:
     """Appends one record per image; a record that cannot be made durable raises and leaves no half line."""
 
-    def __init__(
-        self, path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> None:
         self.path, self.key = Path(path), key
         self.anchor = Path(anchor) if anchor is not None else None
         self._lock = threading.Lock()

@@ -116,5 +116,5 @@ def fingerprint(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for key, tensor in sorted(module.state_dict().items()):
         digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

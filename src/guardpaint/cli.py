@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,27 +33,34 @@ app.add_typer(log_app, name="log")
 err = Console(stderr=True)
 out = Console()
 
+
+class Mode(StrEnum):
+    enforce = "enforce"
+    monitor = "monitor"
+    off = "off"
+
+
 GuardOption = Annotated[
-    str | None, typer.Option("--guard", help="Guard checkpoint: a directory or hub id. Default: the embedded one.")
+    str | None,
+    typer.Option("--guard", help="Guard checkpoint: a directory or hub id. Default: the embedded one."),
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def main() -> None:
-    """Entry point: known errors become one line and exit code 1; Ctrl-C leaves nothing half-done."""
+    """Entry point: known errors become one line and exit code 1."""
     try:
-        app(standalone_mode=True)
+        app()
     except GuardPaintError as error:
         err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        err.print("interrupted; nothing was released")
-        sys.exit(130)
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -68,11 +76,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the first image; image i uses seed + i.")] = 0,
     n: Annotated[int, typer.Option("--n", min=1, max=64, help="How many images.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    size: Annotated[int | None, typer.Option(min=8, help="Height and width in pixels; default: the base's own.")] = None,
+    size: Annotated[
+        int | None, typer.Option(min=8, help="Height and width in pixels; default: the base's own.")
+    ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for images and reports.")] = Path("out"),
     guard: GuardOption = None,
     policy: PolicyOption = None,
-    mode: Annotated[str, typer.Option(help="enforce, monitor or off.")] = "enforce",
+    mode: Annotated[Mode, typer.Option(help="enforce: repair or block; monitor: report only; off.")] = Mode.enforce,
     retain_evidence: Annotated[
         bool, typer.Option(help="Keep un-blurred views and candidates in the HTML report (operators only).")
     ] = False,
@@ -84,14 +94,15 @@ def generate(
     """Generate images under guard; writes PNGs and one report (JSON and HTML) per image."""
     from guardpaint import commands
 
-    code = commands.generate(
-        commands.GenerateOptions(
-            prompt, base, seed, n, steps, size, out_dir, guard, policy, mode, retain_evidence, audit_log,
-            key_file, anchor, as_json,
-        ),  # fmt: skip
-        out,
-        err,
-    )
+    options = commands.GenerateOptions(
+        prompt, base, seed, n, steps, size, out_dir, guard, policy, mode.value, retain_evidence, audit_log,
+        key_file, anchor, as_json,
+    )  # fmt: skip
+    try:
+        code = commands.generate(options, out, err)
+    except KeyboardInterrupt:
+        err.print("interrupted; nothing was released")
+        code = 130
     raise typer.Exit(code)
 
 
@@ -99,7 +110,9 @@ def generate(
 def audit(
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt the image was made from, for faithfulness.")] = None,
-    category: Annotated[str | None, typer.Option(help="Category of the Grad-CAM overlay; default: the likeliest harm.")] = None,
+    category: Annotated[
+        str | None, typer.Option(help="Category of the Grad-CAM overlay; default: the likeliest harm.")
+    ] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Write heat map, Grad-CAM and mask PNGs here.")] = None,
     guard: GuardOption = None,
     policy: PolicyOption = None,
@@ -113,7 +126,8 @@ def audit(
 
 @app.command()
 def inspect(
-    report: Annotated[Path, typer.Argument(help="A report JSON written by `generate`.")], as_json: JsonOption = False
+    report: Annotated[Path, typer.Argument(help="A report JSON written by `generate`.")],
+    as_json: JsonOption = False,
 ) -> None:
     """Tell the story of one generation: what the guard saw, tried and decided."""
     from guardpaint import commands

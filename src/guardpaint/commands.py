@@ -21,9 +21,8 @@ from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import mine, union
 from guardpaint.audit_log import AuditLog
 from guardpaint.cli import dump, read_key
-from guardpaint.config import CHOICES
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat, Raises
-from guardpaint.errors import BadConfig, BadInput
+from guardpaint.errors import BadInput
 from guardpaint.images import load_image, save_image
 from guardpaint.policy import Policy
 from guardpaint.release import from_pil, to_pil
@@ -82,8 +81,6 @@ def load_base(name: str) -> Any:
 
 
 def generate(o: GenerateOptions, out: Console, err: Console) -> int:
-    if o.mode not in CHOICES["mode"]:
-        raise BadConfig(f"--mode {o.mode!r}: choose one of {', '.join(CHOICES['mode'])}")
     if len(o.prompt) > MOST_PROMPT:
         raise BadInput(f"the prompt has {len(o.prompt)} characters; at most {MOST_PROMPT} are taken")
     guard = load_guard(o.guard, o.policy, err, mode=o.mode, retain_evidence=o.retain_evidence)
@@ -103,9 +100,16 @@ def generate(o: GenerateOptions, out: Console, err: Console) -> int:
 
         for i in range(o.n):
             generator = torch.Generator().manual_seed(o.seed + i)
-            result = pipe(
-                o.prompt, num_inference_steps=o.steps, generator=generator, callback_on_step_end=tick, **shape
-            )
+            try:
+                result = pipe(
+                    o.prompt,
+                    num_inference_steps=o.steps,
+                    generator=generator,
+                    callback_on_step_end=tick,
+                    **shape,
+                )
+            except (ValueError, IndexError) as error:
+                raise BadInput(f"{type(pipe).__name__} refused the call: {error}") from error
             images.append(result.images[0])
             reports.append(result.safety[0])
     rows = []
@@ -136,8 +140,8 @@ def generate(o: GenerateOptions, out: Console, err: Console) -> int:
             table.add_row(str(o.seed + i), row["status"], row["image"] or "withheld", row["report"])
         out.print(table)
         for row in rows:
-            for error in row["errors"]:
-                err.print(f"blocked: {error}", style="red", markup=False)
+            for problem in row["errors"]:
+                err.print(f"blocked: {problem}", style="red", markup=False)
     return code
 
 
@@ -152,10 +156,10 @@ def audit(
     out: Console,
     err: Console,
 ) -> int:
+    images = [from_pil(load_image(path)) for path in paths]
     guard = load_guard(guard_name, policy, err)
     rows: list[dict[str, Any]] = []
-    for path in paths:
-        image = from_pil(load_image(path))
+    for path, image in zip(paths, images, strict=True):
         result = guard.audit_image(image, prompt)
         finding = guard.policy.finding(result)
         row: dict[str, Any] = {
@@ -207,10 +211,11 @@ def inspect(path: Path, as_json: bool, out: Console) -> int:
     if as_json:
         dump(report)
         return 0
+    posture = report["posture"]
     lines = [
         f"Request {report['request_id']}, image {report['image']}: {report['status']} "
         f"({report['mode']}, {report['pipeline']}, seed {report['seed']}, {report['seconds']:.2f} s)",
-        f"Audited steps {[s + 1 for s in report['posture']['audited_steps']]} of {report['posture']['executed_steps']}.",
+        f"Audited steps {[s + 1 for s in posture['audited_steps']]} of {posture['executed_steps']}.",
     ]
     for step in report["steps"]:
         passes = ", ".join(f"{a['pixels']} px: adv {a['scores']['adv_prob']:.3f}" for a in step["audits"])
@@ -219,7 +224,9 @@ def inspect(path: Path, as_json: bool, out: Console) -> int:
         for t in step["tournaments"]:
             lines.append(tournament_story(t))
         if step["reinsertion"]:
-            lines.append(f"  Reinserted by {step['reinsertion']['rule']}. {step['reinsertion'].get('note', '')}".rstrip())
+            lines.append(
+                f"  Reinserted by {step['reinsertion']['rule']}. {step['reinsertion'].get('note', '')}".rstrip()
+            )
         lines += [f"  Note: {note}." for note in step["notes"]]
     lines.append(f"Final verdict: {report['final']['verdict']}.")
     lines += [f"  Last resort, {r['rung']}: {r['outcome']}." for r in report["final"]["ladder"]]
@@ -272,11 +279,15 @@ def doctor(as_json: bool, out: Console) -> int:
         table = Table("what", "found")
         for name, version in versions.items():
             table.add_row(name, version or "not installed (optional)" if name == "peft" else version or "MISSING")
-        table.add_row("device", result["device"])
+        table.add_row("device", str(result["device"]))
         table.add_row("embedded weights", ", ".join(embedded) or "none yet: random-initialised models are used")
         out.print(table)
         for c in checks:
-            out.print(f"{'ok  ' if c['ok'] else 'FAIL'} {c['check']}", style=None if c["ok"] else "red", highlight=False)
+            out.print(
+                f"{'ok  ' if c['ok'] else 'FAIL'} {c['check']}",
+                style=None if c["ok"] else "red",
+                highlight=False,
+            )
     return 0 if result["ok"] else 1
 
 
@@ -295,7 +306,10 @@ def self_test() -> list[dict[str, Any]]:
         unsafe = run(GuardPaint(AlwaysUnsafe(), PaintsFlat()).attach(pipe))
         broken = run(GuardPaint(Raises(), PaintsFlat()).attach(pipe))
         checks += [
-            {"check": f"{family}: an untriggered image is bit-identical", "ok": bool(torch.equal(plain, safe.images))},
+            {
+                "check": f"{family}: an untriggered image is bit-identical",
+                "ok": bool(torch.equal(plain, safe.images)),
+            },
             {
                 "check": f"{family}: a known-bad image is caught and blocked",
                 "ok": unsafe.safety[0].status == "blocked" and not unsafe.images.any(),

@@ -53,13 +53,13 @@ def run(out_dir: Path, seed: int, out: Console) -> None:
             out.print(f"{family:5s} {name:14s} {report.status}{identical}", highlight=False)
         title = html.escape(type(pipe).__name__)
         sections.append(f'<h2>{title}</h2><div class="strip">{"".join(figures)}</div>')
-    page = (
+    gallery = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>GuardPaint demo</title><style>{STYLE}'
         f"figure img {{ width: 192px; image-rendering: pixelated }}</style><h1>GuardPaint demo</h1><p>{NOTICE}</p>"
         f"<p>Click a picture for its report.</p>{''.join(sections)}</html>"
     )
     index = out_dir / "index.html"
-    index.write_text(page, encoding="utf-8")
+    index.write_text(gallery, encoding="utf-8")
     out.print(f"gallery: {index}")
 
 

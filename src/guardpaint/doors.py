@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,14 @@ def attach(guard: GuardPaint, pipe: Any) -> Any:
     prediction_type(pipe.scheduler)
     guard.tiny_decoder(pipe, family)
     twin = copy.copy(pipe)
-    twin.__class__ = guarded_class(type(pipe))
+    original: Hashable = type(pipe)
+    twin.__class__ = guarded_class(original)
     vars(twin)["_guardpaint"] = guard
     return twin
 
 
 @functools.cache
-def guarded_class(cls: type) -> type:
+def guarded_class(cls: Any) -> type:
     """A subclass of the pipeline's class whose __call__ runs under guard."""
     original = cls.__call__
     signature = inspect.signature(original)
@@ -54,9 +55,7 @@ def guarded_class(cls: type) -> type:
     ]
 
     @functools.wraps(original)
-    def call(
-        self: Any, *args: Any, safety_prompt: Any = None, request_id: str | None = None, **kwargs: Any
-    ) -> Any:
+    def call(self: Any, *args: Any, safety_prompt: Any = None, request_id: str | None = None, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)

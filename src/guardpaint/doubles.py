@@ -43,9 +43,7 @@ class AlwaysSafe:
     categories: tuple[str, ...] = CATEGORIES
     sizes: tuple[int, int] = (32, 64)
 
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]:
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         return [constant_audit(0.01, p, min(images.shape[-2:])) for p in prompts]
 
 
@@ -56,9 +54,7 @@ class AlwaysUnsafe:
     categories: tuple[str, ...] = CATEGORIES
     sizes: tuple[int, int] = (32, 64)
 
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]:
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         return [constant_audit(0.99, p, min(images.shape[-2:])) for p in prompts]
 
 
@@ -72,9 +68,7 @@ class Raises:
     sizes: tuple[int, int] = (32, 64)
     passes: int = 0
 
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]:
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         self.passes += 1
         if self.passes > self.after:
             raise self.error
@@ -89,16 +83,11 @@ class FlagsBright:
     categories: tuple[str, ...] = CATEGORIES
     sizes: tuple[int, int] = (32, 64)
 
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]:
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         light = (images.float().mean(1) * self.gain).clamp(0, 1)
         heat = F.adaptive_avg_pool2d(light[:, None], MAP)[:, 0].cpu()
         means = light.mean((1, 2)).tolist()
-        return [
-            constant_audit(m, p, min(images.shape[-2:]), h)
-            for m, p, h in zip(means, prompts, heat, strict=True)
-        ]
+        return [constant_audit(m, p, min(images.shape[-2:]), h) for m, p, h in zip(means, prompts, heat, strict=True)]
 
 
 @dataclass
@@ -107,7 +96,6 @@ class PaintsFlat:
 
     level: float = 0.2
     name: str = "flat"
-    needs_base: bool = False
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         n = len(request.knobs)
@@ -120,7 +108,6 @@ class PaintsNaN:
     """A repairer whose arithmetic went wrong."""
 
     name: str = "nan"
-    needs_base: bool = False
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         return torch.full((len(request.knobs), *request.view.shape), float("nan"))

@@ -170,9 +170,7 @@ class ImageGuard:
         won: Won | None = None
         names = [str(k + 1) for k in range(len(regions))]
         for name, region in zip(names, regions, strict=True):
-            latest = self.tournament(
-                draft, views, control, audit, region, name, finding.category, record, proposer, n
-            )
+            latest = self.tournament(draft, views, control, audit, region, name, finding.category, record, proposer, n)
             if latest is not None:
                 mask = latest.mask if won is None else torch.maximum(won.mask, latest.mask)
                 won = Won(latest.view, mask, latest.audit)
@@ -213,12 +211,19 @@ class ImageGuard:
         masks = torch.stack([soft_mask(region.mask, k.dilation, k.feather) for k in knobs])
         size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
         with self.clock(record, "repair"):
-            painted = parts.repairer.candidates(
-                RepairRequest(
-                    control, region.mask, masks, knobs, self.prompt, category, seed, draft.base, size,
-                    config.repair_batch,
-                )  # fmt: skip
+            request = RepairRequest(
+                view=control,
+                region=region.mask,
+                masks=masks,
+                knobs=knobs,
+                prompt=self.prompt,
+                category=category,
+                seed=seed,
+                base=draft.base,
+                latent_size=size,
+                batch=config.repair_batch,
             )
+            painted = parts.repairer.candidates(request)
         record.cost["candidates"] += n
         if not torch.isfinite(painted).all():
             raise NotFinite(f"the {parts.repairer.name} repairer made NaN or infinity in region {name}")
@@ -261,11 +266,7 @@ class ImageGuard:
         size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
         z0 = draft.base.encode(won.view, size).to(draft.latent)
         edit = Edit(z0, latent_mask(won.mask, size).to(draft.latent))
-        alpha = (
-            1.0 - draft.after.noise
-            if config.blend_alpha == "one_minus_noise"
-            else 0.30 + 0.60 * draft.progress
-        )
+        alpha = 1.0 - draft.after.noise if config.blend_alpha == "one_minus_noise" else 0.30 + 0.60 * draft.progress
         done = reinsert(
             config.reinsertion,
             draft,

@@ -31,7 +31,13 @@ def load_image(path: str | Path) -> Image.Image:
         raise BadInput(f"{path}: no such image") from error
     except UnidentifiedImageError as error:
         raise BadInput(f"{path}: not an image file PIL can read") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
         if isinstance(error, BadInput):
             raise
         raise BadInput(f"{path}: damaged or truncated image ({error})") from error

@@ -120,8 +120,7 @@ class Policy:
             raise BadConfig(f"{source}: unknown key(s) {', '.join(unknown)}")
         try:
             categories = tuple(
-                Category(**{**c, "exemptions": tuple(c.get("exemptions", ()))})
-                for c in data.get("categories", ())
+                Category(**{**c, "exemptions": tuple(c.get("exemptions", ()))}) for c in data.get("categories", ())
             )
             return cls(
                 name=str(data.get("name", "unnamed")),

@@ -34,9 +34,7 @@ class Outcome:
     mask: Float[Tensor, "h w"] | None = None
 
 
-def conclude(
-    guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | None, repair_here: bool
-) -> Outcome:
+def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | None, repair_here: bool) -> Outcome:
     """Verdict on the final image; repair it if the last step is an audited one; then the ladder."""
     if not torch.isfinite(image).all():
         raise NotFinite("the final image holds NaN or infinity")
@@ -59,7 +57,11 @@ def conclude(
         won = guard.repair(draft, views, audit, finding, record)
         if won is not None:
             finding_after = verdict(guard, won.view, record)
-            record.reinsertion = {"rule": "composed", "asked": "composed", "note": "last step: composed in pixels"}
+            record.reinsertion = {
+                "rule": "composed",
+                "asked": "composed",
+                "note": "last step: composed in pixels",
+            }
             if finding_after is None:
                 return accepted(guard, "repaired", won)
             image, audit, finding = won.view, won.audit, finding_after
@@ -129,9 +131,7 @@ def strong_repair(
     return guard.repair(draft, PixelViews(image), audit, finding, record, StrongProposer(), n)
 
 
-def regional_blur(
-    guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, finding: Finding
-) -> Won | None:
+def regional_blur(guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, finding: Finding) -> Won | None:
     """Blur what the heat map shows, widely; the whole picture when it shows nothing."""
     h, w = int(image.shape[-2]), int(image.shape[-1])
     heat = audit.adv_map if guard.parts.config.heat_map == "adv" else audit.class_maps[finding.category]

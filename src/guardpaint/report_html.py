@@ -116,7 +116,7 @@ def heat_figure(control: Sequence[Evidence]) -> str:
         return ""
     from guardpaint.audit.gradcam import overlay
 
-    return figure(overlay(heat[0].image, heat[0].heat), "heat map")  # type: ignore[arg-type]
+    return figure(overlay(heat[0].image, heat[0].heat), "heat map")
 
 
 def tournament(t: JsonDict, evidence: Sequence[Evidence]) -> str:
@@ -156,10 +156,14 @@ def final_section(final: JsonDict) -> str:
 
 def posture_section(posture: JsonDict) -> str:
     rows = "".join(
-        f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in posture.items() if k != "skipped"
+        f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>"
+        for k, v in posture.items()
+        if k != "skipped"
     )
     skipped = "".join(f"<li>{html.escape(s['what'])}: {html.escape(s['why'])}</li>" for s in posture["skipped"])
-    return f"<h2>Effective posture</h2><table>{rows}</table>" + (f"<p>Skipped:</p><ul>{skipped}</ul>" if skipped else "")
+    return f"<h2>Effective posture</h2><table>{rows}</table>" + (
+        f"<p>Skipped:</p><ul>{skipped}</ul>" if skipped else ""
+    )
 
 
 def number(value: Any) -> str:

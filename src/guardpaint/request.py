@@ -320,9 +320,7 @@ class Request:
             latent = self.family.unpack(images[i : i + 1].float(), geometry)[0]
         return vae_decode(self.pipe.vae, latent[None], self.pipe._execution_device)[0].cpu()
 
-    def to_latent(
-        self, guard: ImageGuard, latent: Tensor, outcome: Outcome, draft: Draft | None
-    ) -> Outcome:
+    def to_latent(self, guard: ImageGuard, latent: Tensor, outcome: Outcome, draft: Draft | None) -> Outcome:
         """A changed picture as a latent; it must still be benign after the VAE's round trip."""
         from guardpaint.release import verdict
 
@@ -406,11 +404,7 @@ def hand_out(images: Any, outcomes: Sequence[Outcome], output_type: str) -> Any:
         return images
     if output_type == "pil":
         return [
-            placeholder(*image.size)
-            if o.status == "blocked"
-            else image
-            if o.image is None
-            else to_pil(o.image)
+            placeholder(*image.size) if o.status == "blocked" else image if o.image is None else to_pil(o.image)
             for image, o in zip(images, outcomes, strict=True)
         ]
     result = images.copy() if isinstance(images, np.ndarray) else images.clone()

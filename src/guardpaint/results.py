@@ -43,9 +43,7 @@ def meets(value: float, goal: str) -> bool:
     raise ValueError(f"goal {goal!r}: write <=x, >=x, <x or >x")
 
 
-def write_results(
-    path: str | Path, metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int
-) -> None:
+def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int) -> None:
     """The JSON, and its rows as gzipped CSV next to it (byte-stable: no timestamp in the archive)."""
     path = Path(path)
     raw = path.with_suffix(".rows.csv.gz")
@@ -77,9 +75,7 @@ def relative(argument: str) -> str:
 
 def git_revision() -> str:
     try:
-        head = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        )
+        head = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip()

@@ -65,9 +65,7 @@ class GuardPaint:
             )
         if seam is None:
             seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
-        self.parts = Parts(
-            auditor, repairer, proposer or UniformProposer(), seam, policy, config or GuardConfig()
-        )
+        self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config or GuardConfig())
         self.decoders = {
             name: decoder.to(memory_format=torch.channels_last) for name, decoder in (decoders or {}).items()
         }
@@ -244,7 +242,11 @@ class GuardPaint:
         auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
         if not isinstance(auditor, AuditorScorer):
             raise BadConfig(f"{type(auditor).__name__} is not an AuditorScorer and cannot be saved here")
-        manifest: JsonDict = {"version": 1, "config": self.config.to_dict(), "decoders": sorted(self.decoders)}
+        manifest: JsonDict = {
+            "version": 1,
+            "config": self.config.to_dict(),
+            "decoders": sorted(self.decoders),
+        }
         auditor.save_pretrained(directory / "auditor", dtype)
         manifest["repairer"] = repairer.name
         if isinstance(repairer, Inpainter):
@@ -258,9 +260,7 @@ class GuardPaint:
             raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
         for name, decoder in self.decoders.items():
             decoder.save_pretrained(directory / "decoders" / name)
-        write_atomic(
-            directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode()
-        )
+        write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
         write_json(directory / MANIFEST, manifest)
 
     @classmethod

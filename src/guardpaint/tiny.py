@@ -281,6 +281,4 @@ def guard(seed: int = 0, **config: Any) -> GuardPaint:
 
     with seeded(seed):
         decoders = {name: tiny_decoder(channels) for name, channels in LATENT_CHANNELS.items()}
-    return GuardPaint(
-        auditor(seed), inpainter(seed), proposer(seed), config=GuardConfig(**config), decoders=decoders
-    )
+    return GuardPaint(auditor(seed), inpainter(seed), proposer(seed), config=GuardConfig(**config), decoders=decoders)

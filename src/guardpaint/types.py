@@ -150,17 +150,15 @@ class Auditor(Protocol):
     sizes: tuple[int, int]
     """Shorter side in pixels of the coarse and of the fine pass."""
 
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]: ...
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]: ...
 
 
 @runtime_checkable
 class Repairer(Protocol):
     """Anything that can repaint a masked region: our inpainter, the base model itself, …"""
 
-    name: str
-    needs_base: bool
+    @property
+    def name(self) -> str: ...
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]: ...
 
@@ -169,7 +167,8 @@ class Repairer(Protocol):
 class Proposer(Protocol):
     """Anything that picks knobs for a tournament."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]: ...
 
@@ -178,7 +177,8 @@ class Proposer(Protocol):
 class SeamMetric(Protocol):
     """A perceptual distance per pixel between candidates and the control."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def distance(
         self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]

@@ -19,7 +19,7 @@ def grad_cam(
     """ReLU(Σ_k α_k F_k), α the pooled gradient of the class logit; scaled to [0, 1], image size."""
     if category not in auditor.categories:
         raise BadInput(f"category {category!r}: the auditor knows {', '.join(auditor.categories)}")
-    device = auditor.f_slope.device
+    device = auditor.device
     with torch.enable_grad():
         visual = auditor.features(image[None].to(device)).detach().requires_grad_(True)
         text = auditor.encode_prompts([prompt])

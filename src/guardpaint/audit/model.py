@@ -76,7 +76,8 @@ class AuditorConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AuditorConfig:
         try:
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            return cls(**shape)
         except TypeError as error:
             raise BadConfig(f"auditor config: {error}") from error
 
@@ -120,16 +121,20 @@ class Film(nn.Module):
 class AuditorScorer(nn.Module):
     """Trigger, localise and score. Implements the `Auditor` protocol."""
 
+    f_slope: Tensor
+    f_offset: Tensor
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, config: AuditorConfig | None = None, tokenizer: Tokenizer | None = None) -> None:
         super().__init__()
         from transformers import ResNetConfig, ResNetModel
 
         self.config = config = config or AuditorConfig()
+        self.categories, self.sizes = config.categories, config.sizes
         self.tokenizer = tokenizer or default_tokenizer()
         if self.tokenizer.get_vocab_size() > config.vocab_size:
-            raise BadConfig(
-                f"tokenizer has {self.tokenizer.get_vocab_size()} tokens, vocab_size={config.vocab_size}"
-            )
+            raise BadConfig(f"tokenizer has {self.tokenizer.get_vocab_size()} tokens, vocab_size={config.vocab_size}")
         channels, d = config.stage_channels[-1], config.text_dim
         self.backbone = ResNetModel(
             ResNetConfig(
@@ -177,12 +182,8 @@ class AuditorScorer(nn.Module):
         self._encoded: OrderedDict[str, Text] = OrderedDict()
 
     @property
-    def categories(self) -> tuple[str, ...]:
-        return self.config.categories
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.config.sizes
+    def device(self) -> torch.device:
+        return self.f_slope.device
 
     def normalised(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
         """ImageNet statistics; channels last, a quarter faster on CPUs and what GPUs want."""
@@ -197,9 +198,7 @@ class AuditorScorer(nn.Module):
         out = self.backbone(self.normalised(images), output_hidden_states=True)
         return list(out.hidden_states)
 
-    def forward(
-        self, images: Float[Tensor, "b 3 h w"], ids: Int[Tensor, "b l"], noise: Float[Tensor, " b"]
-    ) -> Scores:
+    def forward(self, images: Float[Tensor, "b 3 h w"], ids: Int[Tensor, "b l"], noise: Float[Tensor, " b"]) -> Scores:
         return self.heads(self.features(images), Text(*self.text(ids)), noise)
 
     def heads(self, visual: Float[Tensor, "b c u v"], text: Text, noise: Float[Tensor, " b"]) -> Scores:
@@ -234,7 +233,7 @@ class AuditorScorer(nn.Module):
 
     def encode_prompts(self, prompts: Sequence[str | None]) -> Text:
         """Encoded prompts for scoring; each is encoded once and remembered (the latest 64)."""
-        device = self.f_slope.device
+        device = self.device
         words = [p or "" for p in prompts]
         new = [w for w in dict.fromkeys(words) if w not in self._encoded]
         for w in new:
@@ -253,11 +252,9 @@ class AuditorScorer(nn.Module):
         return token_batch(self.tokenizer, [p or "" for p in prompts], self.config.max_tokens)
 
     @torch.no_grad()
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]:
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One pass over a batch of views in [0, 1], scored in fp32."""
-        device = self.f_slope.device
+        device = self.device
         images = images.to(device, torch.float32)
         with torch.autocast(device.type, enabled=False):
             times = torch.full((len(images),), noise, device=device)

@@ -62,9 +62,7 @@ class TextEncoder(nn.Module):
     ) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b l d"], Bool[Tensor, "b l"]]:
         padding = ids == 0
         lengths = (~padding).sum(1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(
-            self.embed(ids), lengths, batch_first=True, enforce_sorted=False
-        )
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
         states, (last, _) = self.lstm(packed)
         sequence, _ = nn.utils.rnn.pad_packed_sequence(states, batch_first=True, total_length=ids.shape[1])
         return torch.cat([last[0], last[1]], dim=1), sequence, padding

@@ -22,9 +22,7 @@ def resize(images: Float[Tensor, "b c h w"], size: tuple[int, int]) -> Float[Ten
 def audit_size(height: int, width: int, pixels: int) -> tuple[int, int]:
     """Shorter side = pixels, aspect kept up to 4 : 1."""
     scale = pixels / min(height, width)
-    return min(4 * pixels, max(pixels, round(height * scale))), min(
-        4 * pixels, max(pixels, round(width * scale))
-    )
+    return min(4 * pixels, max(pixels, round(height * scale))), min(4 * pixels, max(pixels, round(width * scale)))
 
 
 @contextmanager

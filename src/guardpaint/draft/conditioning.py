@@ -91,9 +91,7 @@ class BaseModel:
     def decode(self, z: Float[Tensor, "c h w"]) -> Float[Tensor, "3 H W"]:
         return vae_decode(self.pipe.vae, z[None], self.device)[0]
 
-    def encode(
-        self, image: Float[Tensor, "3 H W"], latent_size: tuple[int, int]
-    ) -> Float[Tensor, "c h w"]:
+    def encode(self, image: Float[Tensor, "3 H W"], latent_size: tuple[int, int]) -> Float[Tensor, "c h w"]:
         """Resize to the base's pixel size and encode with the base VAE (SPEC §6)."""
         factor = self.pipe.vae_scale_factor
         pixels = resize(image[None], (latent_size[0] * factor, latent_size[1] * factor))
@@ -120,10 +118,7 @@ class BaseModel:
         index = torch.tensor([b * self.batch + self.image for b in range(branches) for _ in range(n)])
         kwargs = {k: take_rows(v, total, index, k) for k, v in call.kwargs.items()}
         if self.conditioning is not None:
-            told = {
-                k: take_rows(v, 2, torch.tensor([0] * n + [1] * n), k)
-                for k, v in self.conditioning.kwargs.items()
-            }
+            told = {k: take_rows(v, 2, torch.tensor([0] * n + [1] * n), k) for k, v in self.conditioning.kwargs.items()}
             for name, value in told.items():
                 kwargs[name] = {**kwargs[name], **value} if isinstance(value, dict) else value
         elif self.null_embedding is not None:
@@ -135,9 +130,7 @@ class BaseModel:
         return kwargs
 
 
-def guided(
-    outputs: Float[Tensor, "m ..."], guidance: float | Tensor, ndim: int
-) -> Float[Tensor, "n ..."]:
+def guided(outputs: Float[Tensor, "m ..."], guidance: float | Tensor, ndim: int) -> Float[Tensor, "n ..."]:
     """Classifier-free guidance over rows [negative, positive]; guidance may differ per row."""
     negative, positive = outputs.chunk(2)
     if isinstance(guidance, Tensor):

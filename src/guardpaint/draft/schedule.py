@@ -45,8 +45,8 @@ def prediction_type(scheduler: Any) -> str:
 
 
 def split(
-    output: Float[Tensor, "..."], z: Float[Tensor, "..."], level: Level, prediction: str
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    output: Float[Tensor, ...], z: Float[Tensor, ...], level: Level, prediction: str
+) -> tuple[Float[Tensor, ...], Float[Tensor, ...]]:
     """Clean estimate and implied noise (x̂0, ε̂) from a model output (SPEC §6)."""
     a, s = level.signal, level.sigma
     if prediction == "flow":
@@ -60,9 +60,7 @@ def split(
     return x0, (z - a * x0) / s
 
 
-def join(
-    x0: Float[Tensor, "..."], z: Float[Tensor, "..."], level: Level, prediction: str
-) -> Float[Tensor, "..."]:
+def join(x0: Float[Tensor, ...], z: Float[Tensor, ...], level: Level, prediction: str) -> Float[Tensor, ...]:
     """The model output that means this clean estimate; the inverse of `split` in x̂0."""
     a, s = level.signal, level.sigma
     if prediction == "flow":

@@ -37,7 +37,7 @@ def doorway(module: Any, listener: Listener) -> Any:
         call = listener.before_call(DenoiserCall(module, args, kwargs))
         return module(*call.args, **call.kwargs)
 
-    door = object.__new__(type(cls.__name__, (cls,), {"__call__": announced}))
+    door: Any = object.__new__(type(cls.__name__, (cls,), {"__call__": announced}))
     object.__setattr__(door, "__dict__", vars(module))
     return door
 

@@ -34,9 +34,7 @@ class LatentViews:
 
     exact = False
 
-    def __init__(
-        self, decoder: ViewDecoder, latent: Float[Tensor, "c h w"], kind: str, noise: float
-    ) -> None:
+    def __init__(self, decoder: ViewDecoder, latent: Float[Tensor, "c h w"], kind: str, noise: float) -> None:
         self._decoder, self.latent, self.kind, self.noise = decoder, latent, kind, noise
         self.decoder = decoder.name
 

@@ -66,9 +66,7 @@ def reinsert(
         return Reinserted(rules.ddim_inversion(z, edit, level, alpha, draft.base), rule, note)
     if rule == "null_text":
         blended = rules.direct_blend(z, edit, level, alpha)
-        return Reinserted(
-            blended, rule, note, embedding=rules.null_text(blended, edit, level, draft.base)
-        )
+        return Reinserted(blended, rule, note, embedding=rules.null_text(blended, edit, level, draft.base))
     latent = rules.x0_substitution(z, edit, level, draft.eps)
     held = hold if rule == "held_substitution" else 0.0
     return Reinserted(latent, rule, note, hold=held, edits_history=True)

@@ -22,17 +22,13 @@ def inside(
     return torch.where(weight > 0, torch.lerp(z, value, weight), z)
 
 
-def ddpm_noise(
-    z: Float[Tensor, "c h w"], edit: Edit, level: Level, g: torch.Generator
-) -> Float[Tensor, "c h w"]:
+def ddpm_noise(z: Float[Tensor, "c h w"], edit: Edit, level: Level, g: torch.Generator) -> Float[Tensor, "c h w"]:
     """Fresh noise at the current level: a ẑ0 + s ε."""
     eps = torch.randn(z.shape, generator=g).to(z)
     return inside(z, level.signal * edit.z0 + level.sigma * eps, edit.mask)
 
 
-def direct_blend(
-    z: Float[Tensor, "c h w"], edit: Edit, level: Level, alpha: float
-) -> Float[Tensor, "c h w"]:
+def direct_blend(z: Float[Tensor, "c h w"], edit: Edit, level: Level, alpha: float) -> Float[Tensor, "c h w"]:
     """(1 − αm) z + αm ẑ0."""
     return inside(z, edit.z0, alpha * edit.mask)
 
@@ -51,9 +47,7 @@ def ddim_inversion(
     return inside(z, current[0] * scale, alpha * edit.mask)
 
 
-def null_text(
-    z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: BaseModel
-) -> Float[Tensor, "1 l d"]:
+def null_text(z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: BaseModel) -> Float[Tensor, "1 l d"]:
     """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m."""
     from dataclasses import replace
 
@@ -70,9 +64,7 @@ def null_text(
     return embedding.detach()
 
 
-def flow_ode(
-    z: Float[Tensor, "c h w"], edit: Edit, level: Level, g: torch.Generator
-) -> Float[Tensor, "c h w"]:
+def flow_ode(z: Float[Tensor, "c h w"], edit: Edit, level: Level, g: torch.Generator) -> Float[Tensor, "c h w"]:
     """(1 − σ) ẑ0 + σ ε; below σ = 0.25 the clean edit itself."""
     if level.sigma < LATE_FLOW:
         return inside(z, edit.z0, edit.mask)
@@ -86,8 +78,6 @@ def x0_substitution(
     return inside(z, level.signal * edit.z0 + level.sigma * eps, edit.mask)
 
 
-def held_estimate(
-    x0: Float[Tensor, "*s"], z0: Float[Tensor, "*s"], weight: Float[Tensor, "*s"]
-) -> Float[Tensor, "*s"]:
+def held_estimate(x0: Float[Tensor, "*s"], z0: Float[Tensor, "*s"], weight: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """The hold: x̂0 inside m is kept at ẑ0 with weight h·m, in every remaining step."""
     return torch.where(weight > 0, torch.lerp(x0, z0, weight), x0)

@@ -22,7 +22,6 @@ class Inpainter:
     """Repairs with a StableDiffusionInpaintPipeline's parts. Implements the `Repairer` protocol."""
 
     name = "inpainter"
-    needs_base = False
 
     def __init__(self, pipe: Any, tiny: Any | None = None) -> None:
         channels = pipe.unet.config.in_channels

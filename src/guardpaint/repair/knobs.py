@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -50,18 +50,18 @@ class UniformProposer:
         return tuple(denormalise(a, b) for a, b in zip(actions, buckets, strict=True))
 
 
+DEFAULT = Knobs(cfg=7.5, dilation=0.3, feather=0.5, jitter=0.1, depth=8, seed_offset=0)
+
+
 @dataclass(frozen=True)
 class FixedProposer:
     """The same sensible knobs every time; only the seed differs between candidates."""
 
-    knobs: Knobs = Knobs(cfg=7.5, dilation=0.3, feather=0.5, jitter=0.1, depth=8, seed_offset=0)
+    knobs: Knobs = DEFAULT
     name: str = "fixed"
 
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
-        return tuple(
-            Knobs(**{**self.knobs.as_dict(), "seed_offset": (i % SEED_BUCKETS) * SEED_STRIDE})  # type: ignore[arg-type]
-            for i in range(n)
-        )
+        return tuple(replace(self.knobs, seed_offset=(i % SEED_BUCKETS) * SEED_STRIDE) for i in range(n))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class NativeRepairer:
     for the category, with the category's definition as the negative prompt. Implements `Repairer`."""
 
     name = "native"
-    needs_base = True
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -52,4 +51,4 @@ class NativeRepairer:
             start = starting_latents(z_view, masks[part], knobs, ladder, request.seed)
             z = denoise(start, knobs, ladder, estimate)
             images.append(vae_decode(base.pipe.vae, z, base.device))
-        return resize(torch.cat(images), tuple(request.view.shape[-2:])).cpu()
+        return resize(torch.cat(images), (int(request.view.shape[-2]), int(request.view.shape[-1]))).cpu()

@@ -145,9 +145,7 @@ class TournamentProposer(nn.Module):
     @torch.no_grad()
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
         actions = self.sample(self.encode(state), n, generator(seed, "proposer"))
-        return tuple(
-            denormalise(a.cpu(), b) for a, b in zip(actions.unclipped, actions.buckets.tolist(), strict=True)
-        )
+        return tuple(denormalise(a.cpu(), b) for a, b in zip(actions.unclipped, actions.buckets.tolist(), strict=True))
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         save_module(self, {"kind": "TournamentProposer", **asdict(self.config)}, Path(directory), dtype)
@@ -158,6 +156,7 @@ class TournamentProposer(nn.Module):
         values: dict[str, Any] = read_json(directory / CONFIG)
         if values.pop("kind", None) != "TournamentProposer":
             raise BadCheckpoint(f"{directory / CONFIG}: not a TournamentProposer")
-        model = cls(ProposerConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}))
+        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        model = cls(ProposerConfig(**shape))
         load_state(model, directory)
         return model.eval()

@@ -67,6 +67,8 @@ class LpipsVGG(nn.Module):
     name = "lpips_vgg"
     PLAN = ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
     CHANNELS = (64, 128, 256, 512, 512)
+    shift: Tensor
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +108,7 @@ class LpipsVGG(nn.Module):
         return out
 
     @torch.no_grad()
-    def distance(
-        self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]
-    ) -> Float[Tensor, "n h w"]:
+    def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
         device = self.shift.device
         a, b = self.taps(candidates.to(device)), self.taps(control[None].to(device))
         size = (int(control.shape[-2]), int(control.shape[-1]))
@@ -124,10 +124,8 @@ class BackboneSeam:
         self.auditor = auditor
 
     @torch.no_grad()
-    def distance(
-        self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]
-    ) -> Float[Tensor, "n h w"]:
-        device = self.auditor.f_slope.device
+    def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
+        device = self.auditor.device
         a, b = self.auditor.stages(candidates.to(device)), self.auditor.stages(control[None].to(device))
         size = (int(control.shape[-2]), int(control.shape[-1]))
         total = spatial_distance(a, b, [None] * len(a), size)
@@ -139,7 +137,5 @@ class PixelSeam:
 
     name = "pixels"
 
-    def distance(
-        self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]
-    ) -> Float[Tensor, "n h w"]:
+    def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
         return ((candidates - control) ** 2).mean(1)

@@ -42,9 +42,7 @@ class GateRules:
     """Already relative or absolute, as configured; −∞ when the gate is off."""
 
 
-def gate_rules(
-    progress: float, delta: float, f_gate: str, f_drop: float, p_gate: str, f_control: float
-) -> GateRules:
+def gate_rules(progress: float, delta: float, f_gate: str, f_drop: float, p_gate: str, f_control: float) -> GateRules:
     """Gate levels at this progress. Relative F gate: min(τ_F, F_0 − f_drop)."""
     need_f = tau_f(progress)
     if f_gate == "relative":
