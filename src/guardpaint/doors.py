@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +38,18 @@ def attach(guard: GuardPaint, pipe: Any) -> Any:
     prediction_type(pipe.scheduler)
     guard.tiny_decoder(pipe, family)
     twin = copy.copy(pipe)
-    original: Hashable = type(pipe)
-    twin.__class__ = guarded_class(original)
+    twin.__class__ = guarded_class(type(pipe))
     vars(twin)["_guardpaint"] = guard
     return twin
 
 
-@functools.cache
-def guarded_class(cls: Any) -> type:
-    """A subclass of the pipeline's class whose __call__ runs under guard."""
+_CLASSES: dict[type, type] = {}
+
+
+def guarded_class(cls: type) -> type:
+    """A subclass of the pipeline's class whose __call__ runs under guard; made once per class."""
+    if cls in _CLASSES:
+        return _CLASSES[cls]
     original = cls.__call__
     signature = inspect.signature(original)
     extra = [
@@ -68,7 +71,7 @@ def guarded_class(cls: Any) -> type:
         parameters=[*(p for p in parameters if p not in tail), *extra, *tail]
     )
     body = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls, Guarded), body)
+    return _CLASSES.setdefault(cls, type(cls.__name__, (cls, Guarded), body))
 
 
 def guarded_call(
