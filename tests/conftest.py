@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook("guardpaint", "beartype.beartype")
+install_import_hook("guardpaint", "typecheck.checked")
 
 import torch  # noqa: E402
 

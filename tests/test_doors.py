@@ -452,3 +452,17 @@ def test_a_watch_that_sees_nothing_complains(sd_pipe):
     other = tiny.pipeline("sd")
     with safe().watch(sd_pipe) as cb, pytest.raises(BadInput, match="did not pass through"):
         call(other, callback_on_step_end=cb)
+
+
+def test_sdxl_denoising_end_hands_on_a_noisy_latent():
+    """A base that stops early: the verdict looks at x̂0, and a repair is noised to the level it hands on."""
+    pipe = tiny.pipeline("sdxl")
+    kwargs = {"denoising_end": 0.6, "output_type": "latent", "steps": 10}
+    plain = call(pipe, **kwargs).images
+    clean = call(safe().attach(pipe), **kwargs)
+    assert torch.equal(plain, clean.images) and clean.safety[0].status == "clean"
+    assert clean.safety[0].posture["executed_steps"] < 10
+    edited = call(GuardPaint(Tires(7), PaintsFlat()).configured(regions=1).attach(pipe), **kwargs)
+    assert edited.safety[0].status == "repaired", edited.safety[0].errors
+    change = (edited.images - plain).abs()
+    assert 0 < float((change > 0).float().mean()) < 0.9

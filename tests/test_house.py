@@ -90,9 +90,9 @@ def test_public_names_resolve():
 
 
 def test_nothing_in_the_package_touches_the_global_rng():
-    """Randomness comes from generators; `seeded` (which restores the state) is the one exception."""
+    """Randomness comes from generators; building a model by seed (which restores the state) is the exception."""
     for path in ROOT.rglob("*.py"):
         text = path.read_text()
-        if path.name == "tiny.py":
+        if path.name in ("tiny.py", "vae.py"):
             continue
         assert "torch.manual_seed" not in text and "np.random" not in text, path

@@ -30,6 +30,10 @@ app = typer.Typer(
 )
 log_app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True)
 app.add_typer(log_app, name="log")
+world_app = typer.Typer(help="The paper-doll world: look at it, export it.", no_args_is_help=True)
+app.add_typer(world_app, name="world")
+train_app = typer.Typer(help="Train components; every run resumes where it stopped.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
 err = Console(stderr=True)
 out = Console()
 
@@ -200,6 +204,44 @@ def log_replay(
     else:
         typer.echo(f"record {record}: {tournaments} tournaments recomputed, every decision follows from its scores")
     raise typer.Exit(1 if problems else 0)
+
+
+@world_app.command("sheet")
+def world_sheet(
+    file: Annotated[Path, typer.Argument(help="PNG to write.")] = Path("out/world.png"),
+    seed: Annotated[int, typer.Option(help="First scene seed.")] = 0,
+    columns: Annotated[int, typer.Option(min=1, max=64)] = 12,
+    masks: Annotated[bool, typer.Option(help="Tint unsafe pixels.")] = False,
+) -> None:
+    """A contact sheet: one row per kind of scene."""
+    from guardpaint.world.dataset import contact_sheet
+
+    contact_sheet(file, seed, columns, masks=masks)
+    typer.echo(str(file))
+
+
+@world_app.command("export")
+def world_export(
+    out_dir: Annotated[Path, typer.Argument(help="Directory for the parquet file.")],
+    split: Annotated[str, typer.Option(help="train, validation or test; their scenes never meet.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="How many scenes.")] = 1000,
+) -> None:
+    """Write scenes with captions, masks and attributes as parquet for the `datasets` library."""
+    from guardpaint.world.dataset import export
+
+    typer.echo(str(export(out_dir, split, count)))
+
+
+@train_app.command("vae")
+def train_vae(
+    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/vae4.yaml.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+) -> None:
+    """Train an autoencoder of the paper-doll world; when done, writes it with its model card to OUT/model."""
+    from guardpaint.train import vae
+
+    vae.run(config, out_dir, minutes)
 
 
 def read_key(path: Path | None) -> bytes | None:

@@ -165,7 +165,7 @@ class ImageGuard:
         if not regions:
             record.notes.append("flagged, but the heat map has no region to repair")
             return None
-        self.keep(record.step, "control", 0, control, heat)
+        self.keep(record.step, "control", 0, control)
         proposer, n = proposer or self.parts.proposer, candidates or config.candidates
         won: Won | None = None
         names = [str(k + 1) for k in range(len(regions))]

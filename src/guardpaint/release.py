@@ -46,6 +46,7 @@ def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | No
     record.cost = record.cost or {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
     with guard.clock(record, "audit"):
         first = guard.audit(views.at(guard.first_pass(1.0))[None], views.noise, record)[0]
+    guard.keep(record.step, "view", 1, image, first.adv_map)
     audit, finding = guard.confirm(views, first, record)
     guard.final.audits = list(record.audits)
     guard.final.verdict = "benign" if finding is None else "flagged"

@@ -32,6 +32,7 @@ def render(report: JsonDict, evidence: Sequence[Evidence] = ()) -> str:
     body = [f"<h1>{html.escape(title)}</h1>", summary(report), curve(report)]
     if evidence and evidence[0].blurred:
         body.append('<p class="muted">Pictures are blurred: evidence is kept clear only with retain_evidence.</p>')
+    body.append(trajectory(evidence))
     for index, step in enumerate(report["steps"]):
         mine = [e for e in evidence if e.step == step["step"]]
         body.append(step_section(step, mine if index == last_with(report, step["step"]) else []))
@@ -43,6 +44,20 @@ def render(report: JsonDict, evidence: Sequence[Evidence] = ()) -> str:
         + "".join(body)
         + "</html>"
     )
+
+
+def trajectory(evidence: Sequence[Evidence]) -> str:
+    """The audited views in order, each with its heat map."""
+    from guardpaint.audit.gradcam import overlay
+
+    views = [e for e in evidence if e.kind == "view"]
+    figures = []
+    for e in views:
+        name = f"step {e.step + 1}" if e.index == 0 else "final image"
+        figures.append(figure(e.image, name))
+        if e.heat is not None:
+            figures.append(figure(overlay(e.image, e.heat), "heat map"))
+    return f'<div class="strip">{"".join(figures)}</div>' if figures else ""
 
 
 def last_with(report: JsonDict, step: int) -> int:
@@ -98,7 +113,7 @@ def step_section(step: JsonDict, evidence: Sequence[Evidence]) -> str:
     parts = [head, table]
     control = [e for e in evidence if e.kind == "control"]
     if control:
-        parts.append('<div class="strip">' + figure(control[0].image, "control") + heat_figure(control) + "</div>")
+        parts.append('<div class="strip">' + "".join(figure(e.image, "control") for e in control) + "</div>")
     for t in step["tournaments"]:
         parts.append(tournament(t, [e for e in evidence if e.kind == f"candidate {t['region']}"]))
     if step["reinsertion"]:
@@ -108,15 +123,6 @@ def step_section(step: JsonDict, evidence: Sequence[Evidence]) -> str:
     parts += [f'<p class="muted">{html.escape(n)}</p>' for n in step["notes"]]
     times = " · ".join(f"{k} {v:.3f} s" for k, v in step["timings"].items())
     return "".join([*parts, f'<p class="muted">{times}</p>'])
-
-
-def heat_figure(control: Sequence[Evidence]) -> str:
-    heat = [e for e in control if e.heat is not None]
-    if not heat:
-        return ""
-    from guardpaint.audit.gradcam import overlay
-
-    return figure(overlay(heat[0].image, heat[0].heat), "heat map")
 
 
 def tournament(t: JsonDict, evidence: Sequence[Evidence]) -> str:

@@ -144,9 +144,10 @@ class Request:
         firsts = self.parts.auditor.audit(pictures, [self.guards[i].prompt for i in alive], noise)
         share = (time.perf_counter() - start) / len(alive)
         new = self.stepped
-        for i, first in zip(alive, firsts, strict=True):
+        for i, first, picture in zip(alive, firsts, pictures, strict=True):
             guard = self.guards[i]
             try:
+                guard.keep(step, "view", 0, picture, first.adv_map)
                 check_finite(first)
                 result = guard.step(drafts[i], views[i], first, i in self.holds)
                 guard.records[-1].timings["first_pass"] = share

@@ -1,0 +1,1 @@
+"""Training: one short file per component on one small engine."""

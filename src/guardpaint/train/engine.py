@@ -1,0 +1,217 @@
+"""The training loop every component shares: resume, EMA, learning-rate decay, progress, loss curve, samples.
+
+A component gives a batch-to-losses function and a sampler of batches by step; the engine does the rest. Batches
+depend on (seed, step) alone, so a resumed run sees exactly what an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from guardpaint.checkpoint import write_atomic, write_json
+from guardpaint.errors import BadCheckpoint, BadConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What every training run has."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int = 0
+    warmup: int = 50
+    schedule: str = "cosine"
+    """cosine, linear or constant."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    ema: float = 0.999
+    checkpoint_minutes: float = 5.0
+    sample_minutes: float = 5.0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
+            raise BadConfig(
+                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: all > 0"
+            )
+        if self.schedule not in ("cosine", "linear", "constant") or not 0 <= self.ema < 1:
+            raise BadConfig(f"schedule={self.schedule!r} must be cosine, linear or constant; ema={self.ema} in [0, 1)")
+
+    def rate(self, step: int) -> float:
+        """Learning rate at a step: linear warm-up, then the schedule down to a hundredth."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup))
+        done = step / max(1, self.steps)
+        shape = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[self.schedule]
+        return self.learning_rate * warm * max(0.01, shape)
+
+
+def load_config(path: Path, shape: Any) -> tuple[Any, TrainConfig]:
+    """A YAML file with the parts `model` (of dataclass `shape`) and `train`."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        model = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"].items()}
+        return shape(**model), TrainConfig(**data["train"])
+    except FileNotFoundError as error:
+        raise BadConfig(f"{path}: no such config file") from error
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise BadConfig(f"{path}: needs the parts model and train, with known keys only ({error})") from error
+
+
+class Ema:
+    """Exponential moving average of trainable weights, warmed up so that early averages are not stale."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay, self.updates = decay, 0
+        self.shadow = {k: v.detach().clone() for k, v in module.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, module: nn.Module) -> None:
+        self.updates += 1
+        keep = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        for key, value in module.state_dict().items():
+            if value.is_floating_point():
+                self.shadow[key].lerp_(value, 1 - keep)
+            else:
+                self.shadow[key].copy_(value)
+
+
+Losses = Callable[[nn.Module, Any], dict[str, Tensor]]
+"""(model, batch) → named losses; `loss` is minimised, the others are logged."""
+
+
+def fit(
+    model: nn.Module,
+    batches: Callable[[int], Any],
+    losses: Losses,
+    config: TrainConfig,
+    out: Path,
+    *,
+    minutes: float | None = None,
+    sample: Callable[[nn.Module, Path], None] | None = None,
+    quiet: bool = False,
+) -> nn.Module:
+    """Train until done (or for `minutes` of this sitting), resuming from `out`; returns the model with EMA weights."""
+    torch.set_num_threads(config.threads)
+    out.mkdir(parents=True, exist_ok=True)
+    accelerator = Accelerator()
+    optimiser = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    ema = Ema(model, config.ema)
+    step, seconds = resume(out, model, optimiser, ema, config)
+    model, optimiser = accelerator.prepare(model, optimiser)
+    model.train()
+    started = saved = sampled = time.monotonic()
+    log: list[dict[str, float]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        task = progress.add_task(out.name, total=config.steps, completed=step)
+        while step < config.steps:
+            for group in optimiser.param_groups:
+                group["lr"] = config.rate(step)
+            values = losses(model, batches(step))
+            if not torch.isfinite(values["loss"]):
+                raise FloatingPointError(
+                    f"loss is {values['loss'].item()} at step {step}; the last checkpoint is intact"
+                )
+            accelerator.backward(values["loss"])
+            norm = accelerator.clip_grad_norm_(model.parameters(), config.clip)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            ema.update(accelerator.unwrap_model(model))
+            step += 1
+            log.append({"step": step, "norm": float(norm), **{k: float(v) for k, v in values.items()}})
+            progress.update(task, completed=step, description=f"{out.name} loss {float(values['loss']):.4f}")
+            now = time.monotonic()
+            over = minutes is not None and now - started > 60 * minutes
+            if now - saved > 60 * config.checkpoint_minutes or over or step == config.steps:
+                save(out, accelerator.unwrap_model(model), optimiser, ema, config, step, seconds + now - started)
+                write_log(out, log)
+                log, saved = [], now
+            if sample is not None and (now - sampled > 60 * config.sample_minutes or over or step == config.steps):
+                with averaged(accelerator.unwrap_model(model), ema) as snapshot:
+                    sample(snapshot, out / f"sample-{step:06d}.png")
+                sampled = time.monotonic()
+            if over:
+                break
+    final: nn.Module = accelerator.unwrap_model(model)
+    final.load_state_dict(ema.shadow)
+    return final.eval()
+
+
+class averaged:
+    """The model with EMA weights, inside a with block."""
+
+    def __init__(self, model: nn.Module, ema: Ema) -> None:
+        self.model, self.ema = model, ema
+
+    def __enter__(self) -> nn.Module:
+        self.kept = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+        self.model.load_state_dict(self.ema.shadow)
+        return self.model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.load_state_dict(self.kept)
+        self.model.train()
+
+
+STATE = "state.pt"
+
+
+def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig, step: int, seconds: float) -> None:
+    """Everything a later sitting needs, in one atomic file."""
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimiser": optimiser.state_dict(),
+            "ema": ema.shadow,
+            "updates": ema.updates,
+            "step": step,
+            "seconds": seconds,
+        },
+        buffer,
+    )
+    write_atomic(out / STATE, buffer.getvalue())
+    write_json(out / "run.json", {"step": step, "minutes": seconds / 60, "config": asdict(config)})
+
+
+def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig) -> tuple[int, float]:
+    path = out / STATE
+    if not path.exists():
+        return 0, 0.0
+    try:
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimiser.load_state_dict(state["optimiser"])
+        ema.shadow, ema.updates = state["ema"], state["updates"]
+    except Exception as error:
+        raise BadCheckpoint(f"{path}: cannot resume from it ({error}); move it away to start anew") from error
+    return int(state["step"]), float(state["seconds"])
+
+
+def write_log(out: Path, rows: list[dict[str, float]]) -> None:
+    path = out / "loss.csv"
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0])) if rows else None
+        if writer is not None:
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
