@@ -134,8 +134,8 @@ def fit(
             optimiser.zero_grad(set_to_none=True)
             ema.update(accelerator.unwrap_model(model))
             step += 1
-            log.append({"step": step, "norm": float(norm), **{k: float(v) for k, v in values.items()}})
-            progress.update(task, completed=step, description=f"{out.name} loss {float(values['loss']):.4f}")
+            log.append({"step": step, "norm": float(norm), **{k: float(v.detach()) for k, v in values.items()}})
+            progress.update(task, completed=step, description=f"{out.name} loss {log[-1]['loss']:.4f}")
             now = time.monotonic()
             over = minutes is not None and now - started > 60 * minutes
             if now - saved > 60 * config.checkpoint_minutes or over or step == config.steps:
