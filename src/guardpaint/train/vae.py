@@ -60,7 +60,8 @@ def build(config: VaeConfig, seed: int) -> Any:
 def scenes(first: int, count: int) -> Float[Tensor, "b 3 64 64"]:
     """Renders of consecutive scene seeds in [−1, 1]."""
     images = np.stack([render(sample_scene(first + i)).image for i in range(count)])
-    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return pixels.contiguous(memory_format=torch.channels_last)
 
 
 def reconstruction(
