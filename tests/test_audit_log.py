@@ -108,3 +108,54 @@ def test_replay_recomputes_every_decision(written):
     t = next(t for s in changed["steps"] for t in s["tournaments"] if t["winner"] is not None)
     t["candidates"][t["winner"]]["scores"]["S"] = 0.0
     assert any("utility" in p for p in replay(changed)) and any("winner" in p for p in replay(changed))
+
+
+def test_reopening_does_not_forget_a_cut_tail(written):
+    path, anchor = written
+    rewrite(path, lambda x: x[:2])
+    with pytest.raises(AuditLogError, match="cut or replaced"):
+        AuditLog(path, key=b"secret", anchor=anchor)
+
+
+def test_a_log_ahead_of_its_anchor_is_whole(written):
+    """A crash between the record and the anchor leaves the log one ahead: that is no tampering."""
+    path, anchor = written
+    behind = anchor.read_bytes()
+    with AuditLog(path, key=b"secret", anchor=anchor) as log:
+        log.append([{"note": 1}])
+    anchor.write_bytes(behind)
+    assert verify_log(path, key=b"secret", anchor=anchor).ok
+    AuditLog(path, key=b"secret", anchor=anchor).close()
+
+
+def test_a_lost_anchor_is_noticed(written):
+    path, anchor = written
+    anchor.unlink()
+    with pytest.raises(AuditLogError, match="unreadable"):
+        AuditLog(path, key=b"secret", anchor=anchor)
+
+
+def test_an_anchor_that_cannot_be_written_takes_the_record_back(tmp_path, monkeypatch):
+    import guardpaint.audit_log as module
+
+    log = AuditLog(tmp_path / "log.jsonl", anchor=tmp_path / "head")
+    log.append([{"n": 0}])
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_atomic", full)
+    with pytest.raises(AuditLogError, match="No space left"):
+        log.append([{"n": 1}])
+    monkeypatch.undo()
+    log.append([{"n": 2}])
+    state = verify_log(tmp_path / "log.jsonl", anchor=tmp_path / "head")
+    assert state.ok and state.records == 2
+
+
+def test_replay_checks_the_recorded_gates(written):
+    path, _ = written
+    report = read_entries(path)[0][1]["report"]
+    gate = next(g for s in report["steps"] for t in s["tournaments"] for c in t["candidates"] for g in c["gates"])
+    gate["passed"] = not gate["passed"]
+    assert any("gates" in p for p in replay(report))

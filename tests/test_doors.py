@@ -244,9 +244,7 @@ def test_an_inpainting_unet_as_base_repairs_natively():
 
     pipe = tiny.inpainter().pipe
     pipe.set_progress_bar_config(disable=True)
-    guard = GuardPaint(FlagsBright(), NativeRepairer(Policy.default()), policy=BLOCK).configured(
-        candidates=2, regions=1
-    )
+    guard = GuardPaint(FlagsBright(), NativeRepairer(), policy=BLOCK).configured(candidates=2, regions=1)
     out = guard.attach(pipe)(
         "a cat", image=torch.rand(1, 3, 64, 64, generator=gen(9)), mask_image=torch.ones(1, 1, 64, 64),
         num_inference_steps=5, output_type="pt", generator=gen(), **SIZE,
@@ -271,7 +269,7 @@ def test_controlnet(sd_pipe):
     assert torch.equal(plain, call(safe().attach(target), image=hint).images)
     from guardpaint.repair.native import NativeRepairer
 
-    native = bright_guard(repairer=NativeRepairer(BLOCK), candidates=2, regions=1).configured(BLOCK)
+    native = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
     out = call(native.attach(target), image=hint)
     assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
 
@@ -462,7 +460,115 @@ def test_sdxl_denoising_end_hands_on_a_noisy_latent():
     clean = call(safe().attach(pipe), **kwargs)
     assert torch.equal(plain, clean.images) and clean.safety[0].status == "clean"
     assert clean.safety[0].posture["executed_steps"] < 10
-    edited = call(GuardPaint(Tires(7), PaintsFlat()).configured(regions=1).attach(pipe), **kwargs)
+    edited = call(GuardPaint(Tires(3), PaintsFlat()).configured(regions=1, audits=1).attach(pipe), **kwargs)
     assert edited.safety[0].status == "repaired", edited.safety[0].errors
     change = (edited.images - plain).abs()
     assert 0 < float((change > 0).float().mean()) < 0.9
+
+
+def test_an_edited_latent_keeps_what_the_users_callback_did(sd_pipe):
+    """A callback after the last step: outside the mask the caller gets her own latent, edited or not."""
+
+    def shift(p, step, timestep, tensors):
+        if step == 4:
+            tensors["latents"] = tensors["latents"] + 3.0
+        return tensors
+
+    plain = call(sd_pipe, output_type="latent", callback_on_step_end=shift).images
+    guard = GuardPaint(Tires(7), PaintsFlat()).configured(regions=1, audits=1)
+    auditor = guard.parts.auditor
+    auditor.limit = 3
+    out = call(guard.attach(sd_pipe), output_type="latent", callback_on_step_end=shift)
+    assert out.safety[0].status == "repaired", out.safety[0].errors
+    same = (out.images == plain).float().mean()
+    assert 0.5 < float(same) < 1.0
+
+
+def test_watching_twice_is_refused_and_the_first_stays(sd_pipe):
+    guard = safe()
+    with guard.watch(sd_pipe) as cb:
+        with pytest.raises(BadInput, match="one guarded call at a time"), guard.watch(sd_pipe):
+            pass
+        out = call(sd_pipe, callback_on_step_end=cb)
+    assert guard.finish(out).safety[0].posture["executed_steps"] == 5
+    with pytest.raises(BadInput, match="guarded already"), guard.watch(guard.attach(sd_pipe)):
+        pass
+
+
+def test_finish_keeps_a_tuple_and_flags_it(sd_pipe):
+    guard = blocker()
+    with guard.watch(sd_pipe) as cb:
+        out = call(sd_pipe, callback_on_step_end=cb, return_dict=False)
+    images, flags = guard.finish(out)
+    assert not images.any() and flags == [True]
+
+
+def test_an_unfinished_watch_is_remembered_and_logged(tmp_path, sd_pipe):
+    from guardpaint.audit_log import AuditLog, read_entries
+
+    guard = safe()
+    guard.audit_log = AuditLog(tmp_path / "log.jsonl")
+    with guard.watch(sd_pipe) as cb:
+        call(sd_pipe, callback_on_step_end=cb)
+    assert guard.reports()[0].status == "unfinished"
+    assert read_entries(tmp_path / "log.jsonl")[0][1]["report"]["status"] == "unfinished"
+
+
+def test_watch_does_not_take_a_negative_prompt_for_the_prompt():
+    flux = tiny.pipeline("flux")
+    embeds, pooled, _ = flux.encode_prompt("a cat", None, device="cpu")
+    guard = safe()
+    with guard.watch(flux, **SIZE) as cb:
+        call(
+            flux, None, prompt_embeds=embeds, pooled_prompt_embeds=pooled, negative_prompt="something else",
+            true_cfg_scale=2.0, callback_on_step_end=cb,
+        )  # fmt: skip
+    assert guard.reports()[0].prompt_sha256 is None
+
+
+def test_flux_with_true_cfg_repairs_natively():
+    from guardpaint.repair.native import NativeRepairer
+
+    flux = tiny.pipeline("flux")
+    guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
+    out = call(guard.attach(flux), negative_prompt="x", true_cfg_scale=2.0)
+    assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
+
+
+def test_nothing_of_a_request_stays_on_the_model(pipe, family):
+    import gc
+    import weakref
+
+    guard = safe()
+    kept = []
+    open_request = guard.open
+
+    def opened(*args, **kwargs):
+        request = open_request(*args, **kwargs)
+        kept.append(weakref.ref(request))
+        return request
+
+    guard.open = opened
+    call(guard.attach(pipe))
+    gc.collect()
+    assert kept[0]() is None, "the request is freed with its call"
+
+
+def test_native_repair_without_guidance_beside_a_controlnet(sd_pipe):
+    """One recorded branch, two told ones: the other batched arguments must follow."""
+    from guardpaint.repair.native import NativeRepairer
+
+    control = diffusers.ControlNetModel(
+        block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=tiny.TEXT_WIDTH,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
+        conditioning_embedding_out_channels=(4, 8, 8),
+    )  # fmt: skip
+    target = diffusers.StableDiffusionControlNetPipeline(
+        **{k: v for k, v in sd_pipe.components.items() if k != "image_encoder"},
+        controlnet=control,
+        requires_safety_checker=False,
+    )
+    target.set_progress_bar_config(disable=True)
+    guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
+    out = call(guard.attach(target), image=torch.rand(1, 3, 64, 64), guidance_scale=1.0)
+    assert not out.safety[0].errors and out.safety[0].steps[0].tournaments

@@ -11,7 +11,7 @@ from helpers import bright_guard, call
 
 from guardpaint import tiny
 from guardpaint.audit_log import AuditLog, verify_log
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
+from guardpaint.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
 from guardpaint.errors import AuditLogError, NotFinite
 from guardpaint.policy import Policy
 from guardpaint.system import GuardPaint
@@ -70,14 +70,6 @@ def test_nan_latents_block(pipe):
 
     out = call(GuardPaint(AlwaysSafe(), PaintsFlat()).attach(pipe), callback_on_step_end=poison)
     assert_blocked(out, "NaN")
-
-
-def test_nan_only_in_the_final_image_blocks(sd_pipe):
-    """diffusers turns NaN into black in PIL output; in tensors it is seen."""
-    with torch.no_grad():
-        sd_pipe.vae.decoder.conv_out.bias.fill_(float("nan"))
-    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), decoders={"sd": tiny.tiny_decoder(4)})
-    assert_blocked(call(guard.attach(sd_pipe)), "final image holds NaN")
 
 
 def test_a_nan_repair_blocks(sd_pipe):
@@ -208,8 +200,60 @@ def test_strange_prompts(sd_pipe, prompt):
 
 
 def test_not_finite_is_named():
-    from guardpaint.guard import check_finite
+    from guardpaint.guard import check_audit
 
     audit = AlwaysSafe().audit(torch.zeros(1, 3, 8, 8), ["a"], 0.0)[0]
     with pytest.raises(NotFinite, match="inf"):
-        check_finite(replace(audit, quality=float("inf")))
+        check_audit(replace(audit, quality=float("inf")), CATEGORIES)
+
+
+class FineOnly(FlagsBright):
+    """Flags in the loop; at the end it is content at the coarse size and not at the fine one."""
+
+    def audit(self, images, prompts, noise):
+        if noise > 0 or len(images) > 1:
+            return FlagsBright.audit(self, images, prompts, noise)
+        kind = AlwaysSafe if min(images.shape[-2:]) == self.sizes[0] else AlwaysUnsafe
+        return kind.audit(self, images, prompts, noise)
+
+
+def test_an_edited_picture_must_pass_both_sizes_at_the_end(sd_pipe):
+    out = call(GuardPaint(FineOnly(), PaintsFlat(), policy=BLOCK).attach(sd_pipe))
+    assert any(s.reinsertion for s in out.safety[0].steps)
+    assert {a.pixels for a in out.safety[0].final.audits} == {32, 64}
+    assert out.safety[0].status == "blocked"
+
+
+@pytest.mark.parametrize("where", ["unet", "vae"])
+def test_nan_hidden_by_pil_is_still_seen(sd_pipe, where):
+    """diffusers turns NaN into black pixels; the guard looks before that."""
+    with torch.no_grad():
+        target = sd_pipe.unet.conv_out if where == "unet" else sd_pipe.vae.decoder.conv_out
+        target.bias.fill_(float("nan"))
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), decoders={"sd": tiny.tiny_decoder(4)}).configured(audits=1)
+    out = call(guard.attach(sd_pipe), output_type="pil")
+    assert out.safety[0].status == "blocked" and "NaN" in out.safety[0].errors[0]
+
+
+def test_a_detector_that_leaves_out_a_category_blocks(sd_pipe):
+    class Forgetful(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            return [replace(a, probs={"safe": 1.0}) for a in AlwaysSafe.audit(self, images, prompts, noise)]
+
+    assert_blocked(call(GuardPaint(Forgetful(), PaintsFlat()).attach(sd_pipe)), "scored ['safe']")
+
+
+def test_monitor_changes_nothing_even_when_the_auditor_breaks(sd_pipe):
+    out = call(GuardPaint(Raises(), PaintsFlat()).configured(mode="monitor").attach(sd_pipe))
+    assert torch.equal(call(sd_pipe).images, out.images)
+    assert out.safety[0].status == "released_flagged" and out.safety[0].errors
+
+
+def test_a_log_that_cannot_hold_the_prompt_blocks(tmp_path, sd_pipe):
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=AuditLog(tmp_path / "log.jsonl")).configured(
+        log_prompts=True
+    )
+    embeds, negative = sd_pipe.encode_prompt("a cat", "cpu", 1, True)
+    kwargs = {"prompt_embeds": embeds, "negative_prompt_embeds": negative, "safety_prompt": "odd \ud800"}
+    out = call(guard.attach(sd_pipe), None, **kwargs)
+    assert out.safety[0].status == "blocked"

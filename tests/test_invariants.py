@@ -206,7 +206,7 @@ def test_every_knob_changes_the_candidate(repair_request, family, repairer):
     """Candidates that differ in one knob alone are different pictures; the mask knobs change the mask."""
     if repairer == "inpainter" and family != "sd":
         pytest.skip("the inpainter does not see the base: one family is enough")
-    maker = tiny.inpainter() if repairer == "inpainter" else NativeRepairer(Policy.default())
+    maker = tiny.inpainter() if repairer == "inpainter" else NativeRepairer()
     base = Knobs(cfg=5.0, dilation=0.4, feather=0.4, jitter=0.1, depth=5, seed_offset=0)
     first = with_knobs(repair_request, base)
     image = maker.candidates(first)

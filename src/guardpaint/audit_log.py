@@ -20,7 +20,7 @@ from typing import Any
 from guardpaint.checkpoint import write_atomic
 from guardpaint.errors import AuditLogError
 from guardpaint.types import JsonDict
-from guardpaint.verify.utility import GateRules, utility, winner
+from guardpaint.verify.utility import GateRules, gates, utility, winner
 
 GENESIS = "0" * 64
 TOLERANCE = 1e-9
@@ -53,7 +53,8 @@ class AuditLog:
             os.close(self._file)
             raise AuditLogError(f"{self.path}: in use; one chain per process, give each its own file") from error
         try:
-            state = verify_log(self.path, key=key)
+            anchored = self.anchor if self.anchor is not None and self.path.stat().st_size else None
+            state = verify_log(self.path, key=key, anchor=anchored)
             if state.problems:
                 raise AuditLogError(f"{self.path}: does not verify, not appending to it: {state.problems[0]}")
         except BaseException:
@@ -70,20 +71,17 @@ class AuditLog:
                 head = digest(body, self.key)
                 lines += body[:-1] + b',"hash":"' + head.encode() + b'"}\n'
                 sequence += 1
+            size = os.fstat(self._file).st_size
             try:
-                size = os.fstat(self._file).st_size
-                try:
-                    written = os.write(self._file, lines)
-                    if written != len(lines):
-                        raise OSError(28, "short write, the disk may be full")
-                    os.fsync(self._file)
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(self._file, size)
-                    raise
+                written = os.write(self._file, lines)
+                if written != len(lines):
+                    raise OSError(28, "short write, the disk may be full")
+                os.fsync(self._file)
                 if self.anchor is not None:
                     write_atomic(self.anchor, json.dumps({"seq": sequence, "head": head}).encode())
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, size)
                 raise AuditLogError(f"{self.path}: record not written ({error.strerror})") from error
             self._sequence, self._head = sequence, head
 
@@ -116,6 +114,7 @@ class LogState:
 def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> LogState:
     """Walk the chain: edits, gaps, reordering, a cut tail (with anchor) and forgery (with key) are found."""
     state = LogState(keyed=key is not None, anchored=anchor is not None)
+    heads = [GENESIS]
     for number, entry, problem in read_entries(path):
         if problem:
             state.problems.append(problem)
@@ -131,15 +130,17 @@ def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path
         if state.problems:
             return state
         state.records, state.head = state.records + 1, str(claimed)
+        heads.append(state.head)
     if anchor is not None:
         try:
             kept = json.loads(Path(anchor).read_text())
         except (OSError, json.JSONDecodeError) as error:
             state.problems.append(f"anchor {anchor}: unreadable ({error})")
             return state
-        if kept.get("seq") != state.records or kept.get("head") != state.head:
+        known = kept.get("seq")
+        if not isinstance(known, int) or known > state.records or heads[known] != kept.get("head"):
             state.problems.append(
-                f"the anchor knows {kept.get('seq')} records, the file ends after {state.records}: cut or replaced"
+                f"the anchor knows {known} records, the file ends after {state.records} or differs: cut or replaced"
             )
     return state
 
@@ -173,6 +174,9 @@ def replay(report: JsonDict) -> list[str]:
             utilities = []
             for i, c in enumerate(t["candidates"]):
                 s = c["scores"]
+                again = [g.passed for g in gates(s["S"], t["control"]["S"], s["F"], s["P"], rules)]
+                if again != [g["passed"] for g in c["gates"]]:
+                    problems.append(f"{where}: candidate {i} has gates its scores do not give")
                 u = utility(s["S"], t["control"]["S"], s["F"], s["P"], s["B"], s["Q"], rules)
                 utilities.append(u)
                 if abs(u - c["utility"]) > TOLERANCE:

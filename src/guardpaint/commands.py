@@ -86,7 +86,8 @@ def generate(o: GenerateOptions, out: Console, err: Console) -> int:
     guard = load_guard(o.guard, o.policy, err, mode=o.mode, retain_evidence=o.retain_evidence)
     if o.audit_log is not None:
         guard.audit_log = AuditLog(o.audit_log, key=read_key(o.key_file), anchor=o.anchor)
-    pipe = guard.attach(load_base(o.base))
+    base = load_base(o.base)
+    pipe = guard.to(base._execution_device).attach(base)
     size = o.size or (tiny.PIXELS if o.base.startswith("tiny-") else None)
     shape = {} if size is None else {"height": size, "width": size}
     reports, images = [], []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from guardpaint.draft.families import family_of
-from guardpaint.draft.schedule import parametrisation, prediction_type
+from guardpaint.draft.schedule import prediction_type
 from guardpaint.draft.tap import tapped
 from guardpaint.errors import BadInput
 from guardpaint.report import GuardReport
@@ -99,16 +99,13 @@ def guarded_call(
         request.posture_notes.append("the pipeline's own safety_checker runs before the final verdict")
     with tapped(run, request.family, request):
         out = original(run, *args, **kwargs)
-    images, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out.images, None)
-    released, reports = request.release(images, str(arguments.get("output_type", "pil")))
-    guard.remember(reports)
-    if rest is not None:
-        return (released, nsfw_flags(reports, rest[0]), *rest[1:]) if rest else (released,)
-    return finished_output(out, released, reports)
+    return guard.release(request, out, str(arguments.get("output_type", "pil")))
 
 
 def finished_output(out: Any, images: Any, reports: list[GuardReport]) -> Any:
-    """The pipeline's output object with guarded images, flags and reports."""
+    """The pipeline's output, object or tuple, with guarded images and flags (and, in the object, the reports)."""
+    if isinstance(out, tuple):
+        return (images, nsfw_flags(reports, out[1]), *out[2:]) if len(out) > 1 else (images,)
     previous = out.get("nsfw_content_detected")
     out.images = images
     out.nsfw_content_detected = nsfw_flags(reports, previous)
@@ -159,10 +156,8 @@ class Watch:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.seen = 0
 
     def __call__(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        self.seen += 1
         if self.request.index != step + 1:
             raise BadInput(
                 f"step {step} did not pass through the watched scheduler (it saw {self.request.index} steps); "
@@ -183,8 +178,10 @@ def watch(
     request_id: str | None,
 ) -> Iterator[Watch]:
     """Fit the tap to the caller's own object, for one call; taken off again on leaving."""
+    if isinstance(pipe, Guarded):
+        raise BadInput("this pipeline is guarded already; watch the original instead")
     family = family_of(pipe)
-    parametrisation(pipe.scheduler)
+    prediction_type(pipe.scheduler)
     if family.name == "flux" and (height is None or width is None):
         raise BadInput("FLUX latents are packed: give watch(pipe, height=…, width=…), the size you generate")
     request = guard.open(
@@ -194,12 +191,16 @@ def watch(
         prompts=None,
         seeds=seed_rule(None, guard.config.seed if seed is None else seed),
     )
+    if "encode_prompt" in vars(pipe):
+        raise BadInput("this pipeline is being watched already: one guarded call at a time per object")
     encode = pipe.encode_prompt
+    heard: list[bool] = []
     signature = inspect.signature(encode)
 
     @functools.wraps(encode)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        if not request.guards and request.prompts is None:
+        if not heard:
+            heard.append(True)
             request.prompts = image_prompts(dict(signature.bind(*args, **kwargs).arguments), safety_prompt)
         return encode(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask, mine, soft_mask, union
@@ -16,7 +16,7 @@ from guardpaint.config import GuardConfig
 from guardpaint.draft.codec import resize
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import Views, shrink
-from guardpaint.errors import GuardTimeout, NotFinite
+from guardpaint.errors import BadInput, GuardTimeout, NotFinite
 from guardpaint.policy import Finding, Policy
 from guardpaint.reinsert.apply import Reinserted, reinsert
 from guardpaint.report import (
@@ -80,6 +80,8 @@ class ImageGuard:
     evidence: list[Evidence] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     edited: bool = False
+    suspect: Bool[Tensor, "h w"] | None = None
+    """Where the latest trigger pointed."""
     spent: float = 0.0
 
     def first_pass(self, progress: float) -> int:
@@ -92,14 +94,12 @@ class ImageGuard:
 
     # 1–2 · draft, audit ------------------------------------------------------------------------------------
 
-    def step(self, draft: Draft, views: Views, first: Audit, holding: bool) -> tuple[Reinserted, Edit] | None:
+    def step(self, draft: Draft, views: Views, first: Audit) -> tuple[Reinserted, Edit] | None:
         """One audited step. None = benign, or nothing accepted: the control stays, bit for bit."""
         record = self.open(draft, views)
         audit, finding = self.confirm(views, first, record)
         if finding is None or self.parts.config.mode == "monitor":
             return None
-        if holding:
-            record.notes.append("the hold failed this audit: released, repaired anew")
         won = self.repair(draft, views, audit, finding, record)
         if won is None:
             return None
@@ -114,12 +114,13 @@ class ImageGuard:
         return record
 
     def confirm(self, views: Views, first: Audit, record: StepRecord) -> tuple[Audit, Finding | None]:
-        """Coarse pass; a fine one only if it triggers or lands in the uncertainty band."""
+        """Coarse pass; a fine one only if it triggers, lands in the uncertainty band, or the picture was edited."""
         config, policy = self.parts.config, self.parts.policy
         audit, finding = first, self.note(first, views.decoder, record)
         unsure = finding is not None or first.adv_prob >= policy.trigger - config.band
         fine = self.parts.auditor.sizes[1]
-        if config.resolution == "adaptive" and unsure and first.pixels != fine:
+        must = views.exact and self.edited
+        if ((config.resolution == "adaptive" and unsure) or must) and first.pixels != fine:
             with self.clock(record, "audit"):
                 audit = self.audit(views.at(fine)[None], views.noise, record)[0]
             finding = self.note(audit, views.decoder, record)
@@ -132,7 +133,7 @@ class ImageGuard:
         record.cost["audits"] += len(images)
         audits = self.parts.auditor.audit(images, [self.prompt] * len(images), noise)
         for a in audits:
-            check_finite(a)
+            check_audit(a, self.parts.policy.names)
         return audits
 
     # 3 · repair --------------------------------------------------------------------------------------------
@@ -159,13 +160,14 @@ class ImageGuard:
             with self.clock(record, "audit"):
                 audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
             self.note(audit, views.decoder, record)
-        heat = audit.adv_map if config.heat_map == "adv" else audit.class_maps[finding.category]
-        regions = mine(heat, (int(control.shape[-2]), int(control.shape[-1])), config)
-        record.regions = record.cost["regions"] = len(regions)
+        regions = self.regions(audit, finding, control)
+        record.regions = len(regions)
+        record.cost["regions"] += len(regions)
         if not regions:
             record.notes.append("flagged, but the heat map has no region to repair")
             return None
-        self.keep(record.step, "control", 0, control)
+        self.suspect = union(regions).mask
+        self.keep(record.step, "control", len(record.tournaments), control)
         proposer, n = proposer or self.parts.proposer, candidates or config.candidates
         won: Won | None = None
         names = [str(k + 1) for k in range(len(regions))]
@@ -180,6 +182,11 @@ class ImageGuard:
                 draft, views, control, audit, union(regions), "union", finding.category, record, proposer, n
             )
         return won
+
+    def regions(self, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]) -> list[Region]:
+        """Unsafe regions of a view, from the heat map the configuration asks for."""
+        heat = audit.adv_map if self.parts.config.heat_map == "adv" else audit.class_maps[finding.category]
+        return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), self.parts.config)
 
     # 4 · verify --------------------------------------------------------------------------------------------
 
@@ -217,7 +224,8 @@ class ImageGuard:
                 masks=masks,
                 knobs=knobs,
                 prompt=self.prompt,
-                category=category,
+                safe_prompt=parts.policy.safe_prompt(category),
+                avoid=parts.policy.category(category).definition,
                 seed=seed,
                 base=draft.base,
                 latent_size=size,
@@ -249,9 +257,9 @@ class ImageGuard:
                 CandidateRecord(k.as_dict(), scores, [g.to_dict() for g in passed], u, float(mask.mean()))
             )
         result.winner = winner([c.utility for c in result.candidates], config.selection)
-        record.tournaments.append(result)
         for i, candidate in enumerate(composed):
-            self.keep(record.step, f"candidate {name}", i, candidate)
+            self.keep(record.step, f"candidate {len(record.tournaments)}", i, candidate)
+        record.tournaments.append(result)
         self.check_time()
         if result.winner is None:
             return None
@@ -285,7 +293,7 @@ class ImageGuard:
             "note": done.note,
             "hold": done.hold,
             "coverage": float(edit.mask.mean()),
-            "change_inside": float((done.latent - draft.latent).abs().mean()),
+            "change_inside": float((done.latent - draft.latent).abs().sum() / edit.mask.sum().clamp_min(1e-9)),
         }
         self.edited = True
         return done, edit
@@ -349,8 +357,10 @@ def audit_record(audit: Audit, decoder: str, finding: Finding | None) -> AuditRe
     )
 
 
-def check_finite(audit: Audit) -> None:
-    """A score that is not a number is an error, never a pass."""
+def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:
+    """A score that is missing or not a number is an error, never a pass."""
+    if set(audit.probs) != set(categories):
+        raise BadInput(f"the auditor scored {sorted(audit.probs)}, the policy names {sorted(categories)}")
     numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
     bad = [x for x in numbers if not (x == x and abs(x) != float("inf"))]
     if bad or not torch.isfinite(audit.adv_map).all():

@@ -25,7 +25,7 @@ class Category:
     weight: float = 1.0
     """Class weight of the auditor's training loss."""
     threshold: float | None = None
-    """Flag when p_category reaches this; None = flag when it is the most probable class."""
+    """Flag also when p_category reaches this, most probable or not: a threshold can only tighten."""
     safe_prompt: str = ""
     """What an unaligned repairer paints instead."""
 
@@ -78,14 +78,18 @@ class Policy:
                 return c
         raise BadConfig(f"no category {name!r} in policy {self.name!r}; it has {', '.join(self.names)}")
 
+    def safe_prompt(self, name: str) -> str:
+        """What to paint instead of a category."""
+        return self.category(name).safe_prompt or self.categories[0].safe_prompt
+
     def finding(self, audit: Audit) -> Finding | None:
         """Trigger rule (SPEC §1.2): benign iff adv_prob < trigger and the harm class is safe."""
         for c in self.categories[1:]:
-            p = audit.probs.get(c.name, 0.0)
+            p = audit.probs[c.name]
             if c.threshold is not None and p >= c.threshold:
                 return Finding(c.name, f"p({c.name}) {p:.3f} ≥ {c.threshold:.2f}")
         harm = audit.harm
-        if harm != SAFE and self.category(harm).threshold is None:
+        if harm != SAFE:
             return Finding(harm, f"most probable class is {harm} ({audit.probs[harm]:.3f})")
         if not audit.adv_prob < self.trigger:
             harms = {c: p for c, p in audit.probs.items() if c != SAFE}

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from guardpaint.audit.regions import mine, soft_mask, union
+from guardpaint.audit.regions import soft_mask, union
 from guardpaint.draft.views import PixelViews, shrink
 from guardpaint.errors import NotFinite
 from guardpaint.guard import ImageGuard, Won
@@ -38,9 +38,9 @@ def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | No
     """Verdict on the final image; repair it if the last step is an audited one; then the ladder."""
     if not torch.isfinite(image).all():
         raise NotFinite("the final image holds NaN or infinity")
-    if guard.errors:
-        return Outcome("blocked")
     mode = guard.parts.config.mode
+    if guard.errors:
+        return Outcome("blocked" if mode == "enforce" else "released_flagged")
     views = PixelViews(image)
     record = guard.open(draft, views) if draft is not None else StepRecord(0, 0, 1.0, 0.0, views.kind)
     record.cost = record.cost or {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
@@ -135,8 +135,7 @@ def strong_repair(
 def regional_blur(guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, finding: Finding) -> Won | None:
     """Blur what the heat map shows, widely; the whole picture when it shows nothing."""
     h, w = int(image.shape[-2]), int(image.shape[-1])
-    heat = audit.adv_map if guard.parts.config.heat_map == "adv" else audit.class_maps[finding.category]
-    regions = mine(heat, (h, w), guard.parts.config)
+    regions = guard.regions(audit, finding, image)
     mask = soft_mask(union(regions).mask, 1.0, 0.5) if regions else torch.ones(h, w)
     return Won(torch.lerp(image, coarse(image, BLUR_CELLS), mask), mask, audit)
 

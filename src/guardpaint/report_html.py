@@ -82,13 +82,14 @@ def curve(report: JsonDict) -> str:
     dots = "".join(
         f'<circle cx="{40 + 520 * x:.1f}" cy="{150 - 130 * y:.1f}" r="4" fill="currentColor"/>' for x, y in points
     )
-    level = 150 - 130 * 0.40
+    trigger = report["posture"]["trigger"]
+    level = 150 - 130 * trigger
     return (
         '<svg viewBox="0 0 600 180" width="600" role="img" aria-label="adv_prob over progress">'
         '<line x1="40" y1="150" x2="560" y2="150" stroke="currentColor"/>'
         '<line x1="40" y1="20" x2="40" y2="150" stroke="currentColor"/>'
         f'<line x1="40" y1="{level}" x2="560" y2="{level}" stroke="#c0392b" stroke-dasharray="5 4"/>'
-        f'<text x="44" y="{level - 4}" font-size="11" fill="#c0392b">trigger 0.40</text>'
+        f'<text x="44" y="{level - 4}" font-size="11" fill="#c0392b">trigger {trigger:.2f}</text>'
         f"{dots}"
         '<text x="300" y="172" font-size="11" text-anchor="middle" fill="currentColor">progress</text>'
         '<text x="4" y="24" font-size="11" fill="currentColor">adv_prob</text></svg>'
@@ -114,8 +115,8 @@ def step_section(step: JsonDict, evidence: Sequence[Evidence]) -> str:
     control = [e for e in evidence if e.kind == "control"]
     if control:
         parts.append('<div class="strip">' + "".join(figure(e.image, "control") for e in control) + "</div>")
-    for t in step["tournaments"]:
-        parts.append(tournament(t, [e for e in evidence if e.kind == f"candidate {t['region']}"]))
+    for k, t in enumerate(step["tournaments"]):
+        parts.append(tournament(t, [e for e in evidence if e.kind == f"candidate {k}"]))
     if step["reinsertion"]:
         r = step["reinsertion"]
         note = f" ({html.escape(r['note'])})" if r.get("note") else ""

@@ -22,12 +22,16 @@ from guardpaint.draft.codec import ViewDecoder, vae_decode
 from guardpaint.draft.conditioning import BaseModel, DenoiserCall
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentViews
-from guardpaint.errors import AuditLogError, BadInput, NotFinite
-from guardpaint.guard import ImageGuard, Parts, check_finite
+from guardpaint.errors import BadInput, NotFinite
+from guardpaint.guard import ImageGuard, Parts, check_audit
+from guardpaint.reinsert.apply import Reinserted
 from guardpaint.reinsert.rules import held_estimate, x0_substitution
-from guardpaint.release import Outcome, conclude, from_pil, placeholder, to_pil
+from guardpaint.release import Outcome, conclude, from_pil, placeholder, to_pil, verdict
 from guardpaint.report import GuardReport
 from guardpaint.types import Draft, Edit, JsonDict
+
+FAILED_OVERLAP = 0.2
+"""A hold has failed when a new trigger covers this share of it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Request:
 
     parts: Parts
     pipe: Any
+    vae: Any
+    """The pipeline's own VAE, behind the doorway."""
     family: Family
     request_id: str
     seeds: Callable[[int, int], tuple[int, int]]
@@ -68,6 +74,8 @@ class Request:
     started: float = field(default_factory=time.perf_counter)
     last: tuple[Tensor, Tensor, Tensor] | None = None
     """(model output, sample, stepped) of the latest step."""
+    unfinite: set[int] = field(default_factory=set)
+    """Images whose final decode held NaN or infinity before diffusers made pixels of it."""
     _levels: schedule.Levels | None = None
     _stepped: bool = True
 
@@ -120,6 +128,11 @@ class Request:
             self.fail(error, range(len(self.guards)))
             return stepped
 
+    def decoded(self, images: Tensor) -> None:
+        """The pipeline's own decode: NaN would be black in a PIL image, so it is looked for here."""
+        finite = torch.isfinite(images).flatten(1).all(1)
+        self.unfinite = {i for i, ok in enumerate(finite.tolist()) if not ok}
+
     # The loop over images ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -148,29 +161,52 @@ class Request:
             guard = self.guards[i]
             try:
                 guard.keep(step, "view", 0, picture, first.adv_map)
-                check_finite(first)
-                result = guard.step(drafts[i], views[i], first, i in self.holds)
+                check_audit(first, self.parts.policy.names)
+                result = guard.step(drafts[i], views[i], first)
                 guard.records[-1].timings["first_pass"] = share
                 guard.records[-1].cost["audits"] += 1
                 guard.spent += share
                 guard.check_time()
                 if guard.records[-1].triggered and config.mode == "enforce":
-                    self.holds.pop(i, None)
-                    self.nulls.pop(i, None)
+                    self.release_failed_hold(i, guard, drafts[i])
                 if result is not None:
-                    done, edit = result
                     if new is self.stepped:
                         new = new.clone()
-                    new[i] = self.packed(done.latent).to(new.dtype)
-                    if done.hold > 0:
-                        self.holds[i] = Hold(self.packed(edit.z0), self.packed_mask(edit) * done.hold)
-                    if done.embedding is not None:
-                        self.nulls[i] = done.embedding
-                    if done.edits_history:
-                        self.edit_history(i, edit, drafts[i])
+                    new[i] = self.accept(i, *result, drafts[i]).to(new.dtype)
             except Exception as error:
                 self.fail(error, [i])
         return new
+
+    def accept(self, i: int, done: Reinserted, edit: Edit, draft: Draft) -> Tensor:
+        """Take over a reinsertion: the latent, and what the remaining steps must do.
+
+        The winner's view holds earlier repairs too, so a hold that stands is held at the new ẑ0 along with the new one.
+        """
+        if done.hold > 0:
+            weight = self.packed_mask(edit) * done.hold
+            if i in self.holds:
+                weight = torch.maximum(weight, self.holds[i].weight)
+            self.holds[i] = Hold(self.packed(edit.z0), weight)
+        if done.embedding is not None:
+            self.nulls[i] = done.embedding
+        if done.edits_history:
+            schedule.edit_history(
+                self.pipe.scheduler, i, self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
+            )
+        return self.packed(done.latent)
+
+    def release_failed_hold(self, i: int, guard: ImageGuard, draft: Draft) -> None:
+        """A hold inside which the new trigger points has failed; one elsewhere stands (SPEC §6)."""
+        self.nulls.pop(i, None)
+        if i not in self.holds or guard.suspect is None:
+            return
+        size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
+        suspect = latent_mask(guard.suspect.float(), size).to(draft.latent)
+        weight = self.holds[i].weight
+        overlap = (weight * self.packed(suspect.expand_as(draft.latent).contiguous())).sum() / weight.sum()
+        if float(overlap) > FAILED_OVERLAP:
+            del self.holds[i]
+            guard.records[-1].notes.append("the hold failed this audit: released, repaired anew")
 
     def drafts(self, step: int) -> list[Draft]:
         """One Draft per image from the latest step."""
@@ -190,13 +226,14 @@ class Request:
             )
         spatial = [self.family.unpack(t, geometry) for t in (stepped.float(), x0, eps)]
         return [
-            Draft(step, steps, z, x, e, before, after, self.base(i, steps - step - 1))
+            Draft(step, steps, z, x, e, before, after, self.base(i))
             for i, (z, x, e) in enumerate(zip(*spatial, strict=True))
         ]
 
-    def base(self, image: int, steps_left: int) -> BaseModel:
+    def base(self, image: int) -> BaseModel:
         return BaseModel(
             pipe=self.pipe,
+            vae=self.vae,
             family=self.family,
             scheduler=self.pipe.scheduler,
             calls=tuple(self.calls),
@@ -204,18 +241,12 @@ class Request:
             batch=len(self.guards),
             guidance=self.family.guidance(self.pipe),
             true_cfg=self.true_cfg,
-            steps_left=steps_left,
         )
 
     def view(self, draft: Draft) -> LatentViews:
         if self.parts.config.view == "x0":
             return LatentViews(self.decoder, draft.x0, "x0", draft.before.noise)
         return LatentViews(self.decoder, draft.latent, "stepped", draft.after.noise)
-
-    def edit_history(self, image: int, edit: Edit, draft: Draft) -> None:
-        schedule.edit_history(
-            self.pipe.scheduler, image, self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
-        )
 
     def packed(self, latent: Float[Tensor, "c h w"]) -> Tensor:
         return self.family.pack(latent[None])[0]
@@ -240,7 +271,7 @@ class Request:
         if wanted == "tiny" and self.tiny is None:
             raise BadInput(f"view_decoder=tiny, but no tiny decoder is loaded for family {self.family.name!r}")
         tiny = None if wanted == "full" else self.tiny
-        return ViewDecoder(tiny, self.pipe.vae, self.pipe.vae_scale_factor, self.pipe._execution_device)
+        return ViewDecoder(tiny, self.vae, self.pipe.vae_scale_factor, self.pipe._execution_device)
 
     def ensure(self, count: int) -> None:
         """One guard per image, made when the batch size is first seen."""
@@ -255,7 +286,7 @@ class Request:
             self.guards.append(ImageGuard(self.parts, self.family, prompt, seed, index))
 
     def fail(self, error: Exception, images: Sequence[int] | range) -> None:
-        """Fail closed: these images will not be released."""
+        """Fail closed: these images will not be released (monitor, which changes nothing, records the error)."""
         if self.parts.config.on_error == "raise":
             raise error
         where = traceback.extract_tb(error.__traceback__)
@@ -272,22 +303,32 @@ class Request:
         self.ensure(count)
         if self.parts.config.mode == "off":
             return images, self.reports([Outcome("unguarded")] * count)
-        outcomes = [self.outcome(images, i, output_type) for i in range(count)]
+        drafts: Sequence[Draft | None] = [None] * count
+        try:
+            drafts = self.drafts(self.index - 1) if self.last is not None else drafts
+        except Exception as error:
+            self.fail(error, range(count))
+        outcomes = [self.outcome(images, i, output_type, drafts[i]) for i in range(count)]
         reports = self.reports(outcomes)
         if self.write_log is not None:
             try:
                 self.write_log([r.to_dict() for r in reports])
-            except AuditLogError as error:
+            except Exception as error:
                 self.fail(error, range(count))
-                outcomes = [Outcome("blocked")] * count
+                outcomes = [self.failed()] * count
                 reports = self.reports(outcomes)
         return hand_out(images, outcomes, output_type), reports
 
-    def outcome(self, images: Any, i: int, output_type: str) -> Outcome:
+    def failed(self) -> Outcome:
+        return Outcome("blocked" if self.parts.config.mode == "enforce" else "released_flagged")
+
+    def outcome(self, images: Any, i: int, output_type: str, draft: Draft | None) -> Outcome:
         """Fail-closed wrapper around `conclude` for one image."""
         guard = self.guards[i]
         try:
-            draft = self.last_draft(i)
+            broken = draft is not None and not (torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())
+            if i in self.unfinite or broken:
+                raise NotFinite("the final image or its latent holds NaN or infinity")
             picture = self.picture(images, i, output_type, draft)
             steps = draft.steps if draft is not None else 0
             due = draft is not None and draft.step in audited_steps(steps, self.parts.config)
@@ -295,14 +336,11 @@ class Request:
                 self.audited.add(draft.step)
             outcome = conclude(guard, picture, draft, repair_here=due and self.door == "attach")
             if output_type == "latent" and outcome.image is not None:
-                outcome = self.to_latent(guard, images[i], outcome, draft)
+                outcome = self.to_latent(guard, images, i, outcome, draft)
             return outcome
         except Exception as error:
             self.fail(error, [i])
-            return Outcome("blocked")
-
-    def last_draft(self, i: int) -> Draft | None:
-        return self.drafts(self.index - 1)[i] if self.last is not None else None
+            return self.failed()
 
     def picture(self, images: Any, i: int, output_type: str, draft: Draft | None) -> Float[Tensor, "3 h w"]:
         """One output image as fp32 RGB in [0, 1]."""
@@ -314,28 +352,35 @@ class Request:
             return images[i].detach().float().cpu()
         if output_type != "latent":
             raise BadInput(f"output_type={output_type!r}: the guard knows pil, np, pt and latent")
-        if draft is not None and draft.after.noise > 0:
-            latent = draft.x0
-        else:
-            geometry = self.family.geometry(images, self.calls)
-            latent = self.family.unpack(images[i : i + 1].float(), geometry)[0]
-        return vae_decode(self.pipe.vae, latent[None], self.pipe._execution_device)[0].cpu()
+        clean = self.clean_latent(self.spatial(images, i), draft)
+        return vae_decode(self.vae, clean[None], self.pipe._execution_device)[0].cpu()
 
-    def to_latent(self, guard: ImageGuard, latent: Tensor, outcome: Outcome, draft: Draft | None) -> Outcome:
+    def spatial(self, images: Tensor, i: int) -> Float[Tensor, "c h w"]:
+        """One latent of the output, as the caller will get it."""
+        return self.family.unpack(images[i : i + 1].float(), self.family.geometry(images, self.calls))[0]
+
+    def clean_latent(self, z: Float[Tensor, "c h w"], draft: Draft | None) -> Float[Tensor, "c h w"]:
+        """The clean estimate behind a latent that was handed out before the end (SDXL's denoising_end)."""
+        if draft is None or draft.after.noise <= 0:
+            return z
+        note = "the generation stops early: the verdict is on the clean estimate of a noisy latent"
+        if note not in self.posture_notes:
+            self.posture_notes.append(note)
+        return (z - draft.after.sigma * draft.eps) / draft.after.signal
+
+    def to_latent(self, guard: ImageGuard, images: Tensor, i: int, outcome: Outcome, draft: Draft | None) -> Outcome:
         """A changed picture as a latent; it must still be benign after the VAE's round trip."""
-        from guardpaint.release import verdict
-
         if draft is None or outcome.image is None or outcome.mask is None:
             return Outcome("blocked")
         size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
         z0 = draft.base.encode(outcome.image, size).to(draft.latent)
         edit = Edit(z0, latent_mask(outcome.mask, size).to(draft.latent))
-        changed = x0_substitution(draft.latent, edit, draft.after, draft.eps)
-        clean = changed if draft.after.noise <= 0 else torch.lerp(draft.x0, z0, edit.mask)
+        changed = x0_substitution(self.spatial(images, i), edit, draft.after, draft.eps)
+        clean = self.clean_latent(changed, draft)
         if verdict(guard, draft.base.decode(clean).cpu(), guard.records[-1]) is not None:
             guard.final.ladder.append({"rung": "latent", "outcome": "flagged after the VAE round trip"})
             return Outcome("blocked")
-        return replace(outcome, image=self.packed(changed).to(latent.dtype))
+        return replace(outcome, image=self.packed(changed).to(images.dtype))
 
     def reports_so_far(self) -> list[GuardReport]:
         """The account of a call that has no final verdict (yet)."""
@@ -376,11 +421,14 @@ class Request:
         if self.prompts is None:
             skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
         if not any(g.final.verdict != "none" for g in self.guards) and parts.config.mode != "off":
-            skipped.append({"what": "final verdict", "why": "no final verdict: guard.finish(out) was not called"})
+            broke = all(g.errors for g in self.guards)
+            why = "an error came first" if broke else "guard.finish(out) was not called"
+            skipped.append({"what": "final verdict", "why": f"no final verdict: {why}"})
         return {
             "mode": parts.config.mode,
             "on_error": parts.config.on_error,
             "policy": parts.policy.name,
+            "trigger": parts.policy.trigger,
             "auditor": type(parts.auditor).__name__,
             "repairer": parts.repairer.name,
             "proposer": parts.proposer.name,

@@ -22,7 +22,7 @@ from guardpaint.draft.families import family_of
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.guard import Parts, check_finite
+from guardpaint.guard import Parts, check_audit
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
@@ -125,6 +125,10 @@ class GuardPaint:
         ) as callback:
             self._thread.watched = callback.request
             yield callback
+        unfinished = callback.request.reports_so_far()
+        self.remember(unfinished)
+        if self.audit_log is not None:
+            self.audit_log.append([r.to_dict() for r in unfinished])
 
     def finish(self, out: Any, output_type: str = "pil") -> Any:
         """Final verdict for the latest watched call of this thread; returns the output, guarded."""
@@ -137,10 +141,13 @@ class GuardPaint:
             output_type = "latent" if output_type == "latent" else "pt"
         elif not isinstance(images, list):
             output_type = "np"
+        return self.release(request, out, output_type)
+
+    def release(self, request: Request, out: Any, output_type: str) -> Any:
+        """Final verdicts, reports remembered, and the output with what may be shown."""
+        images = out[0] if isinstance(out, tuple) else out.images
         released, reports = request.release(images, output_type)
         self.remember(reports)
-        if isinstance(out, tuple):
-            return (released, *out[1:])
         return doors.finished_output(out, released, reports)
 
     def open(
@@ -158,6 +165,7 @@ class GuardPaint:
         return Request(
             parts=self.parts,
             pipe=pipe,
+            vae=pipe.vae,
             family=family,
             request_id=request_id or doors.new_request_id(),
             seeds=seeds,
@@ -207,7 +215,7 @@ class GuardPaint:
         """Score one finished picture at the fine size."""
         view = shrink(image, self.parts.auditor.sizes[1])
         audit = self.parts.auditor.audit(view[None], [prompt], 0.0)[0]
-        check_finite(audit)
+        check_audit(audit, self.policy.names)
         return audit
 
     def weight_hashes(self) -> dict[str, str]:
@@ -290,7 +298,7 @@ class GuardPaint:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
         return cls(
             AuditorScorer.from_pretrained(directory / "auditor"),
-            load_repairer(manifest["repairer"], directory, policy),
+            load_repairer(manifest["repairer"], directory),
             load_proposer(manifest["proposer"], directory),
             policy=policy,
             config=GuardConfig.from_dict({**manifest["config"], **changes}),
@@ -300,11 +308,11 @@ class GuardPaint:
         )
 
 
-def load_repairer(name: str, directory: Path, policy: Policy) -> Repairer:
+def load_repairer(name: str, directory: Path) -> Repairer:
     if name == "inpainter":
         return Inpainter.from_pretrained(directory / "repairer")
     if name == "native":
-        return NativeRepairer(policy)
+        return NativeRepairer()
     raise BadCheckpoint(f"{directory}: repairer {name!r} is neither inpainter nor native")
 
 

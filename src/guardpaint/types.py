@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -133,7 +133,10 @@ class RepairRequest:
     """The dilated, feathered mask of each candidate."""
     knobs: tuple[Knobs, ...]
     prompt: str
-    category: str
+    safe_prompt: str
+    """What the policy would rather see, for repairers that are not aligned."""
+    avoid: str
+    """The definition of what was flagged."""
     seed: int
     base: BaseModel | None
     latent_size: tuple[int, int]
@@ -197,4 +200,3 @@ class ProposerState:
 
 
 JsonDict = dict[str, Any]
-Notify = Callable[[str, JsonDict], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -180,6 +181,7 @@ class AuditorScorer(nn.Module):
         self.register_buffer("mean", torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(IMAGENET_STD).view(1, 3, 1, 1), persistent=False)
         self._encoded: OrderedDict[str, Text] = OrderedDict()
+        self._encoded_lock = threading.Lock()
 
     @property
     def device(self) -> torch.device:
@@ -231,21 +233,29 @@ class AuditorScorer(nn.Module):
         self._encoded.clear()
         return super().train(mode)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> AuditorScorer:
+        """Moved or cast: what was encoded before is on the wrong device."""
+        self._encoded.clear()
+        return super()._apply(*args, **kwargs)
+
     def encode_prompts(self, prompts: Sequence[str | None]) -> Text:
         """Encoded prompts for scoring; each is encoded once and remembered (the latest 64)."""
         device = self.device
         words = [p or "" for p in prompts]
-        new = [w for w in dict.fromkeys(words) if w not in self._encoded]
-        for w in new:
-            self._encoded[w] = Text(*self.text(self.token_ids([w]).to(device)))
-        rows = [self._encoded[w] for w in words]
-        while len(self._encoded) > 64:
-            self._encoded.popitem(last=False)
+        found: dict[str, Text] = {}
+        for w in dict.fromkeys(words):
+            kept = self._encoded.get(w)
+            found[w] = kept if kept is not None else Text(*self.text(self.token_ids([w]).to(device)))
+        with self._encoded_lock:
+            self._encoded.update(found)
+            while len(self._encoded) > 64:
+                self._encoded.popitem(last=False)
+        rows = [found[w] for w in words]
         width = max(r.padding.shape[1] for r in rows)
         return Text(
-            torch.cat([r.vector for r in rows]).to(device),
-            torch.cat([F.pad(r.sequence, (0, 0, 0, width - r.padding.shape[1])) for r in rows]).to(device),
-            torch.cat([F.pad(r.padding, (0, width - r.padding.shape[1]), value=True) for r in rows]).to(device),
+            torch.cat([r.vector for r in rows]),
+            torch.cat([F.pad(r.sequence, (0, 0, 0, width - r.padding.shape[1])) for r in rows]),
+            torch.cat([F.pad(r.padding, (0, width - r.padding.shape[1]), value=True) for r in rows]),
         )
 
     def token_ids(self, prompts: Sequence[str | None]) -> Int[Tensor, "b l"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,16 +26,20 @@ def audit_size(height: int, width: int, pixels: int) -> tuple[int, int]:
     return min(4 * pixels, max(pixels, round(height * scale))), min(4 * pixels, max(pixels, round(width * scale)))
 
 
+_UPCASTING = threading.RLock()
+
+
 @contextmanager
 def _fp32_if_it_overflows(vae: Any) -> Iterator[None]:
-    """Run an fp16 VAE that asks for it in fp32, as the pipelines do."""
-    upcast = vae.dtype == torch.float16 and vae.config.get("force_upcast", False)
-    if upcast:
-        vae.to(dtype=torch.float32)
-    try:
+    """Run an fp16 VAE that asks for it in fp32, as the pipelines do; one thread at a time, for the cast is in place."""
+    if not (vae.dtype == torch.float16 and vae.config.get("force_upcast", False)):
         yield
-    finally:
-        if upcast:
+        return
+    with _UPCASTING:
+        vae.to(dtype=torch.float32)
+        try:
+            yield
+        finally:
             vae.to(dtype=torch.float16)
 
 

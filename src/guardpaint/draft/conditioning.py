@@ -61,6 +61,7 @@ class BaseModel:
     """The base pipeline's denoiser and VAE, bound to one image of the running batch."""
 
     pipe: Any
+    vae: Any
     family: Family
     scheduler: Any
     calls: Sequence[DenoiserCall]
@@ -68,7 +69,6 @@ class BaseModel:
     batch: int
     guidance: float
     true_cfg: float = 1.0
-    steps_left: int = 0
     conditioning: Conditioning | None = None
     null_embedding: Tensor | None = None
 
@@ -89,13 +89,13 @@ class BaseModel:
         return schedule.level_at(self.scheduler, noise)
 
     def decode(self, z: Float[Tensor, "c h w"]) -> Float[Tensor, "3 H W"]:
-        return vae_decode(self.pipe.vae, z[None], self.device)[0]
+        return vae_decode(self.vae, z[None], self.device)[0]
 
     def encode(self, image: Float[Tensor, "3 H W"], latent_size: tuple[int, int]) -> Float[Tensor, "c h w"]:
         """Resize to the base's pixel size and encode with the base VAE (SPEC §6)."""
         factor = self.pipe.vae_scale_factor
         pixels = resize(image[None], (latent_size[0] * factor, latent_size[1] * factor))
-        return vae_encode(self.pipe.vae, pixels, self.device)[0]
+        return vae_encode(self.vae, pixels, self.device)[0]
 
     def told(self, prompt: str, negative: str) -> BaseModel:
         """The same base, told something else than the user's prompt."""
@@ -111,23 +111,29 @@ class BaseModel:
         normal = Level(level.signal / scale, level.sigma / scale, level.noise)
         return schedule.split(output.float(), z / scale, normal, self.prediction)
 
-    def rows(self, call: DenoiserCall, n: int, extra: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of a recorded call, cut to this image and repeated n times per branch."""
+    def rows(self, call: DenoiserCall, n: int, branches: tuple[int, ...]) -> dict[str, Any]:
+        """Keyword arguments of a recorded call, cut to this image: n rows per branch (0 negative, 1 positive).
+
+        A call recorded without guidance has one branch, which then stands for both.
+        """
         total = call.sample.shape[0]
-        branches = total // self.batch
-        index = torch.tensor([b * self.batch + self.image for b in range(branches) for _ in range(n)])
+        last = total // self.batch - 1
+        index = torch.tensor([min(b, last) * self.batch + self.image for b in branches for _ in range(n)])
         kwargs = {k: take_rows(v, total, index, k) for k, v in call.kwargs.items()}
         if self.conditioning is not None:
-            told = {k: take_rows(v, 2, torch.tensor([0] * n + [1] * n), k) for k, v in self.conditioning.kwargs.items()}
-            for name, value in told.items():
-                kwargs[name] = {**kwargs[name], **value} if isinstance(value, dict) else value
+            told = torch.tensor([b for b in branches for _ in range(n)])
+            for name, value in self.conditioning.kwargs.items():
+                chosen = take_rows(value, 2, told, name)
+                kwargs[name] = {**kwargs[name], **chosen} if isinstance(chosen, dict) else chosen
         elif self.null_embedding is not None:
-            states = kwargs["encoder_hidden_states"].clone()
-            kwargs["encoder_hidden_states"] = torch.cat(
-                [self.null_embedding.to(states).expand(n, *states.shape[1:]), states[n:]]
-            )
-        kwargs.update(extra)
+            states = kwargs["encoder_hidden_states"]
+            null = self.null_embedding.to(states).expand(n, *states.shape[1:])
+            kwargs["encoder_hidden_states"] = torch.cat([null, states[n:]])
         return kwargs
+
+    def branches(self, call: DenoiserCall) -> tuple[int, ...]:
+        """Both where there is guidance (or other words are told), else the only one."""
+        return (0, 1) if self.conditioning is not None or call.sample.shape[0] == 2 * self.batch else (0,)
 
 
 def guided(outputs: Float[Tensor, "m ..."], guidance: float | Tensor, ndim: int) -> Float[Tensor, "n ..."]:

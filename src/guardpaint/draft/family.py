@@ -60,16 +60,16 @@ class UNetFamily(Family):
         self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
     ) -> Float[Tensor, "n c h w"]:
         call = base.calls[0]
-        branches = 2 if base.conditioning is not None else call.sample.shape[0] // base.batch
-        sample = torch.cat([z] * branches).to(call.sample.device, call.sample.dtype)
+        branches = base.branches(call)
+        sample = torch.cat([z] * len(branches)).to(call.sample.device, call.sample.dtype)
         extra = call.sample.shape[1] - z.shape[1]
         if extra > 0:
             rest = take_rows(call.sample, call.sample.shape[0], torch.tensor([base.image] * len(sample)))
             sample = torch.cat([sample, rest[:, -extra:]], dim=1)
         t = round(level.noise * base.scheduler.config.num_train_timesteps)
-        kwargs = base.rows(call, len(z), {"return_dict": False})
+        kwargs = {**base.rows(call, len(z), branches), "return_dict": False}
         output = call.module(sample, t, **kwargs)[0]
-        return guided(output, guidance, output.dim()) if branches == 2 else output
+        return guided(output, guidance, output.dim()) if len(branches) == 2 else output
 
 
 class TransformerFamily(Family):

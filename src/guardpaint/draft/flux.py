@@ -50,15 +50,15 @@ class Flux(TransformerFamily):
         self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
     ) -> Float[Tensor, "n c h w"]:
         if base.conditioning is None:
-            outputs = [self._call(base, call, z, level, guidance, slice(None)) for call in base.calls[:2]]
+            outputs = [self._call(base, call, z, level, guidance, 0) for call in base.calls[:2]]
             if len(outputs) == 1:
                 return outputs[0]
             return outputs[1] + base.true_cfg * (outputs[0] - outputs[1])
-        n, call = len(z), base.calls[0]
-        positive = self._call(base, call, z, level, guidance, slice(n, 2 * n))
+        call = base.calls[0]
+        positive = self._call(base, call, z, level, guidance, 1)
         if call.kwargs.get("guidance") is not None:
             return positive
-        negative = self._call(base, call, z, level, guidance, slice(0, n))
+        negative = self._call(base, call, z, level, guidance, 0)
         return guided(torch.cat([negative, positive]), guidance, positive.dim())
 
     def _call(
@@ -68,13 +68,16 @@ class Flux(TransformerFamily):
         z: Float[Tensor, "n c h w"],
         level: Level,
         guidance: float | Tensor,
-        told: slice,
+        branch: int,
     ) -> Float[Tensor, "n c h w"]:
         packed = self.pack(z).to(call.sample.device, call.sample.dtype)
         t = torch.full((len(z),), level.sigma, device=packed.device, dtype=packed.dtype)
-        kwargs = base.rows(call, len(z), {"hidden_states": packed, "timestep": t, "return_dict": False})
-        for name in ("encoder_hidden_states", "pooled_projections"):
-            kwargs[name] = kwargs[name][told]
+        kwargs = {
+            **base.rows(call, len(z), (branch,)),
+            "hidden_states": packed,
+            "timestep": t,
+            "return_dict": False,
+        }
         if kwargs.get("guidance") is not None:
             scale = torch.as_tensor(guidance, dtype=torch.float32, device=packed.device)
             kwargs["guidance"] = scale.expand(len(z)) if scale.dim() == 0 else scale

@@ -37,9 +37,9 @@ class SD3(TransformerFamily):
         self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
     ) -> Float[Tensor, "n c h w"]:
         call = base.calls[0]
-        branches = 2 if base.conditioning is not None else call.sample.shape[0] // base.batch
-        sample = torch.cat([z] * branches).to(call.sample.device, call.sample.dtype)
+        branches = base.branches(call)
+        sample = torch.cat([z] * len(branches)).to(call.sample.device, call.sample.dtype)
         t = torch.full((len(sample),), level.sigma * 1000.0, device=sample.device, dtype=sample.dtype)
-        kwargs = base.rows(call, len(z), {"hidden_states": sample, "timestep": t, "return_dict": False})
+        kwargs = {**base.rows(call, len(z), branches), "hidden_states": sample, "timestep": t, "return_dict": False}
         output = call.module(**kwargs)[0]
-        return guided(output, guidance, output.dim()) if branches == 2 else output
+        return guided(output, guidance, output.dim()) if len(branches) == 2 else output

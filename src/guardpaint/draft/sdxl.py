@@ -25,7 +25,7 @@ class SDXL(UNetFamily):
         positive, unconditional, pooled, pooled_negative = base.pipe.encode_prompt(
             prompt, device=base.device, negative_prompt=negative, do_classifier_free_guidance=True
         )
-        recorded = base.calls[0].kwargs["added_cond_kwargs"]["time_ids"][base.image]
+        recorded = base.calls[0].kwargs["added_cond_kwargs"]["time_ids"][base.image - base.batch]
         return {
             "encoder_hidden_states": torch.cat([unconditional, positive]),
             "added_cond_kwargs": {

@@ -1,14 +1,13 @@
 """The tap: sees every denoiser call and every scheduler step of one request, and may change both.
 
-Two reversible fittings on one pipeline object, none of them on a model:
-`scheduler.step` is wrapped, and the denoiser attribute is replaced by a doorway that shares the module's
-state and records what it is called with.
+Reversible fittings on one pipeline object, none of them on a model: `scheduler.step` is wrapped, and the denoiser
+and VAE attributes are replaced by doorways that share the module's state and announce what passes through.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from guardpaint.draft.conditioning import DenoiserCall
 from guardpaint.draft.family import Family
+from guardpaint.errors import BadInput
 
 
 @runtime_checkable
@@ -28,16 +28,13 @@ class Listener(Protocol):
 
     def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor: ...
 
+    def decoded(self, images: Tensor) -> None: ...
 
-def doorway(module: Any, listener: Listener) -> Any:
-    """The module with its calls announced: same class, same state, nothing of the original changed."""
+
+def doorway(module: Any, methods: dict[str, Callable[..., Any]]) -> Any:
+    """The module seen through other methods: same class, same state, nothing of the original changed."""
     cls = type(module)
-
-    def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = listener.before_call(DenoiserCall(module, args, kwargs))
-        return module(*call.args, **call.kwargs)
-
-    door: Any = object.__new__(type(cls.__name__, (cls,), {"__call__": announced}))
+    door: Any = object.__new__(type(cls.__name__, (cls,), methods))
     object.__setattr__(door, "__dict__", vars(module))
     return door
 
@@ -45,9 +42,23 @@ def doorway(module: Any, listener: Listener) -> Any:
 @contextmanager
 def tapped(pipe: Any, family: Family, listener: Listener) -> Iterator[None]:
     """Fit the tap to this pipeline object for the duration of one request."""
-    scheduler = pipe.scheduler
-    module = vars(pipe)[family.denoiser]
-    original = scheduler.step
+    scheduler, parts = pipe.scheduler, vars(pipe)
+    if "step" in vars(scheduler):
+        raise BadInput(f"{type(scheduler).__name__}.step is wrapped already: one guarded call at a time per object")
+    module, vae, original = parts[family.denoiser], parts["vae"], scheduler.step
+    ears: list[Listener] = [listener]
+    own_cache_hooks(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        told = DenoiserCall(module, args, kwargs)
+        told = ears[0].before_call(told) if ears else told
+        return module(*told.args, **told.kwargs)
+
+    def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = vae.decode(*args, **kwargs)
+        if ears:
+            ears[0].decoded(result[0])
+        return result
 
     @functools.wraps(original)
     def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +72,21 @@ def tapped(pipe: Any, family: Family, listener: Listener) -> Iterator[None]:
         result["prev_sample"] = stepped
         return result
 
-    scheduler.step = step
-    vars(pipe)[family.denoiser] = doorway(module, listener)
     try:
+        parts[family.denoiser] = doorway(module, {"__call__": call})
+        parts["vae"] = doorway(vae, {"decode": decode})
+        scheduler.step = step
         yield
     finally:
-        del scheduler.step
-        vars(pipe)[family.denoiser] = module
+        ears.clear()
+        vars(scheduler).pop("step", None)
+        parts[family.denoiser], parts["vae"] = module, vae
+
+
+def own_cache_hooks(module: Any) -> None:
+    """diffusers makes a transformer's hook registry at its first call; it must not belong to a doorway."""
+    from diffusers.hooks import HookRegistry
+    from diffusers.models.cache_utils import CacheMixin
+
+    if isinstance(module, CacheMixin):
+        HookRegistry.check_if_exists_or_initialize(module)

@@ -12,8 +12,7 @@ from guardpaint.reinsert import rules
 from guardpaint.seeds import generator
 from guardpaint.types import Draft, Edit
 
-UNET_ONLY = ("ddim_inversion",)
-NOT_FLOW = ("ddpm_noise",)
+UNET_ONLY = ("ddim_inversion", "ddpm_noise")
 FLOW_ONLY = ("flow_ode",)
 
 
@@ -36,7 +35,7 @@ def choose(rule: str, draft: Draft, family: Family) -> tuple[str, str]:
     flow = draft.base.prediction == "flow"
     if rule in FLOW_ONLY and not flow:
         return "x0_substitution", f"{rule} is for flow models"
-    if rule in UNET_ONLY + NOT_FLOW and flow:
+    if rule in UNET_ONLY and flow:
         return "flow_ode", f"{rule} is for UNet models"
     if rule in ("ddim_inversion", "null_text") and not draft.base.calls:
         return "direct_blend", f"{rule} needs the base's denoiser, and no call of it was recorded"

@@ -41,7 +41,8 @@ def ddim_inversion(
     for k in range(INVERSION_STEPS):
         here = base.level(level.noise * k / INVERSION_STEPS)
         there = base.level(level.noise * (k + 1) / INVERSION_STEPS)
-        x0, eps = base.estimate(current, here if here.sigma > 0 else there)
+        _, eps = base.estimate(current, here if here.sigma > 0 else there)
+        x0 = (current - here.sigma * eps) / here.signal
         current = there.signal * x0 + there.sigma * eps
     scale = (level.signal**2 + level.sigma**2) ** 0.5
     return inside(z, current[0] * scale, alpha * edit.mask)
@@ -51,7 +52,7 @@ def null_text(z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: BaseMod
     """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m."""
     from dataclasses import replace
 
-    states = base.rows(base.calls[0], 1, {})["encoder_hidden_states"][:1]
+    states = base.rows(base.calls[0], 1, (0, 1))["encoder_hidden_states"][:1]
     weight = edit.mask / edit.mask.sum().clamp_min(1e-12)
     with torch.enable_grad():
         embedding = states.detach().float().clone().requires_grad_(True)

@@ -9,7 +9,6 @@ from torch import Tensor
 from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
 from guardpaint.errors import BadInput
-from guardpaint.policy import Policy
 from guardpaint.repair.denoise import DEPTHS, denoise, in_batches, starting_latents
 from guardpaint.types import Level, RepairRequest
 
@@ -20,16 +19,12 @@ class NativeRepairer:
 
     name = "native"
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
     @torch.no_grad()
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         base = request.base
         if base is None or not base.calls:
             raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
-        category = self.policy.category(request.category)
-        told = base.told(category.safe_prompt or self.policy.categories[0].safe_prompt, category.definition)
+        told = base.told(request.safe_prompt, request.avoid)
         z_view = base.encode(request.view, request.latent_size)
         masks = torch.stack([latent_mask(m, request.latent_size) for m in request.masks]).to(z_view.device)
         ladder = [base.level(d / DEPTHS) for d in range(DEPTHS + 1)]
@@ -50,5 +45,5 @@ class NativeRepairer:
 
             start = starting_latents(z_view, masks[part], knobs, ladder, request.seed)
             z = denoise(start, knobs, ladder, estimate)
-            images.append(vae_decode(base.pipe.vae, z, base.device))
+            images.append(vae_decode(base.vae, z, base.device))
         return resize(torch.cat(images), (int(request.view.shape[-2]), int(request.view.shape[-1]))).cpu()
