@@ -163,7 +163,8 @@ def repair_request(inpainter: Inpainter, size: int, depths: tuple[int, ...]) -> 
         masks=mask.expand(len(depths), -1, -1),
         knobs=knobs,
         prompt="a person in a park",
-        category="nudity",
+        safe_prompt="a person in a coat",
+        avoid="",
         seed=0,
         base=None,  # type: ignore[arg-type]
         latent_size=(size // inpainter.factor,) * 2,

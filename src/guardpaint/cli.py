@@ -6,6 +6,7 @@ Exit codes: 0 clean or repaired · 1 error · 2 usage · 3 blocked · 4 released
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from guardpaint import __version__
 from guardpaint.errors import GuardPaintError
 
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes about optional packages are not our user's
 EXIT_HELP = (
     "Exit codes: 0 clean or repaired (or blurred), 1 error, 2 usage, 3 at least one image blocked, "
     "4 at least one image released although flagged."

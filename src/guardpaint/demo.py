@@ -26,7 +26,7 @@ def cases() -> list[tuple[str, GuardPaint]]:
     """What a guard can do with a picture."""
     return [
         ("nothing found", GuardPaint(AlwaysSafe(), PaintsFlat())),
-        ("repaired", GuardPaint(FlagsBright(), PaintsFlat()).configured(retain_evidence=True)),
+        ("bright pixels flagged", GuardPaint(FlagsBright(), PaintsFlat()).configured(retain_evidence=True)),
         ("nothing helps", GuardPaint(AlwaysUnsafe(), PaintsFlat())),
     ]
 
@@ -50,7 +50,7 @@ def run(out_dir: Path, seed: int, out: Console) -> None:
             figures.append(
                 f'<a href="{page.name}">{figure(result.images[0], f"{name}: {report.status}{identical}")}</a>'
             )
-            out.print(f"{family:5s} {name:14s} {report.status}{identical}", highlight=False)
+            out.print(f"{family:5s} {name:22s} {report.status}{identical}", highlight=False)
         title = html.escape(type(pipe).__name__)
         sections.append(f'<h2>{title}</h2><div class="strip">{"".join(figures)}</div>')
     gallery = (

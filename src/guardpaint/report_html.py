@@ -18,7 +18,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } td, th { padding: .2rem .7rem; text-align: right;
-border-bottom: 1px solid var(--line) } th:first-child, td:first-child { text-align: left }
+border-bottom: 1px solid var(--line) } th:first-child, td:first-child { text-align: left; white-space: nowrap }
+.gate { white-space: nowrap; margin-left: .6em }
 figure { margin: 0; text-align: center; font-size: .8rem } figure img { width: 112px; border: 3px solid transparent;
 border-radius: 4px; image-rendering: auto } .strip { display: flex; flex-wrap: wrap; gap: .6rem; align-items: flex-start }
 .won img { border-color: var(--gold) } .status { font-weight: 600 } .passed { color: var(--good) } .failed { color: var(--bad) }
@@ -92,7 +93,7 @@ def curve(report: JsonDict) -> str:
         f'<text x="44" y="{level - 4}" font-size="11" fill="#c0392b">trigger {trigger:.2f}</text>'
         f"{dots}"
         '<text x="300" y="172" font-size="11" text-anchor="middle" fill="currentColor">progress</text>'
-        '<text x="4" y="24" font-size="11" fill="currentColor">adv_prob</text></svg>'
+        '<text x="4" y="12" font-size="11" fill="currentColor">adv_prob</text></svg>'
     )
 
 
@@ -137,7 +138,7 @@ def tournament(t: JsonDict, evidence: Sequence[Evidence]) -> str:
     for i, c in enumerate(t["candidates"]):
         s, k = c["scores"], c["knobs"]
         gates = " ".join(
-            f'<span class="{"passed" if g["passed"] else "failed"}">{g["name"]} {number(g["value"])}'
+            f'<span class="gate {"passed" if g["passed"] else "failed"}">{g["name"]} {number(g["value"])}'
             f"/{number(g['need'])}</span>"
             for g in c["gates"]
         )

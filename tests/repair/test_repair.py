@@ -87,7 +87,7 @@ def request(knobs: list[Knobs], size: int = 64, batch: int = 8) -> RepairRequest
     mask[16:48, 16:48] = 1
     view = torch.rand(3, size, size, generator=torch.Generator().manual_seed(0))
     return RepairRequest(
-        view, mask.bool(), mask.expand(len(knobs), -1, -1), tuple(knobs), "a cat", "nudity", 7,
+        view, mask.bool(), mask.expand(len(knobs), -1, -1), tuple(knobs), "a cat", "a dog", "", 7,
         None, (16, 16), batch,
     )  # fmt: skip
 

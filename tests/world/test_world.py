@@ -12,7 +12,7 @@ from PIL import Image
 
 from guardpaint.errors import BadInput
 from guardpaint.world.captions import KEYWORDS, WORDS, caption
-from guardpaint.world.dataset import SPLITS, contact_sheet, record, records
+from guardpaint.world.dataset import SPLITS, contact_sheet, export, record, records
 from guardpaint.world.render import render
 from guardpaint.world.scene import (
     BACKGROUNDS,
@@ -128,6 +128,19 @@ def test_splits_do_not_meet():
     starts = sorted(SPLITS.values())
     assert min(b - a for a, b in pairwise(starts)) >= 10_000_000
     assert record(SPLITS["test"])["seed"] == SPLITS["test"]
+
+
+def test_export_loads_with_the_datasets_library(tmp_path):
+    import datasets
+
+    path = export(tmp_path, "test", 12)
+    loaded = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(loaded) == 12 and not list(tmp_path.glob("*.part"))
+    for row in loaded:
+        again = record(row["seed"])
+        assert np.array_equal(np.asarray(row["image"]), again["image"]) and row["caption"] == again["caption"]
+        assert np.array_equal(np.asarray(row["mask"]) > 0, again["mask"])
+        assert (np.asarray(row["mask"]).max() > 0) == (row["category"] != "safe")
 
 
 def test_contact_sheet(tmp_path):
