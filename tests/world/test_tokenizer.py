@@ -1,0 +1,44 @@
+"""The world's tokenizer: compact on captions, lossless on everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from guardpaint.world.tokenizer import train_tokenizer, world_captions
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(world_captions(0, 2000), merges=600)
+
+
+def test_captions_are_short_and_fit(tokenizer):
+    texts = list(world_captions(50_000, 300))
+    lengths = [len(tokenizer(t).input_ids) for t in texts]
+    words = [len(t.split()) for t in texts]
+    assert sum(lengths) / sum(words) < 2.2
+    assert max(lengths) <= 64
+
+
+@pytest.mark.parametrize(
+    "text", ["a person in a red dress", "zyzzyva", "кот и пёс", "שלום", "日本の海", "🐈 on a 🪑", "n̈aïve"]
+)
+def test_nothing_is_unknown(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert ids and end not in ids
+
+
+def test_round_trip(tmp_path, tokenizer):
+    from transformers import CLIPTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    again = CLIPTokenizer.from_pretrained(tmp_path)
+    text = "a person wearing a scarlet gown on the seaside, at dusk"
+    assert again(text).input_ids == tokenizer(text).input_ids
+    assert again.decode(again(text).input_ids, skip_special_tokens=True).replace(" ", "") == text.replace(" ", "")
+
+
+def test_training_is_deterministic(tokenizer):
+    again = train_tokenizer(world_captions(0, 2000), merges=600)
+    assert again.get_vocab() == tokenizer.get_vocab()
