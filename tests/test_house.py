@@ -93,6 +93,6 @@ def test_nothing_in_the_package_touches_the_global_rng():
     """Randomness comes from generators; building a model by seed (which restores the state) is the exception."""
     for path in ROOT.rglob("*.py"):
         text = path.read_text()
-        if path.name in ("tiny.py", "vae.py"):
+        if path.name in ("tiny.py", "vae.py", "generator.py"):
             continue
         assert "torch.manual_seed" not in text and "np.random" not in text, path

@@ -246,6 +246,19 @@ def train_vae(
     vae.run(config, out_dir, minutes)
 
 
+@train_app.command("generator")
+def train_generator(
+    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/mini-sd.yaml.")],
+    vae: Annotated[Path, typer.Option(help="A finished autoencoder: OUT/model of `train vae`.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+) -> None:
+    """Train a small text-to-image UNet of the paper-doll world; when done, writes the pipeline to OUT/model."""
+    from guardpaint.train import generator
+
+    generator.run(config, vae, out_dir, minutes)
+
+
 def read_key(path: Path | None) -> bytes | None:
     if path is None:
         return None
