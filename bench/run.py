@@ -25,6 +25,7 @@ import torch
 from guardpaint import tiny
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
 from guardpaint.doubles import FlagsBright, PaintsFlat
+from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer
@@ -216,7 +217,7 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
         "feature_extractor": None,
         "requires_safety_checker": False,
     }
-    pipe = StableDiffusionPipeline(unet=unet, scheduler=tiny.ddim(), **shared)
+    pipe = StableDiffusionPipeline(unet=unet, scheduler=sd_scheduler(), **shared)
     pipe.set_progress_bar_config(disable=True)
 
     latents, words = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 768)
@@ -274,7 +275,7 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
 
     del pipe, unet, request
     gc.collect()
-    inpainter = Inpainter(StableDiffusionInpaintPipeline(unet=full_unet(9), scheduler=tiny.ddim(), **shared), taesd)
+    inpainter = Inpainter(StableDiffusionInpaintPipeline(unet=full_unet(9), scheduler=sd_scheduler(), **shared), taesd)
     ratios = tournament_ratios(rows, "full size", inpainter, 512, MIXED_DEPTHS, 1)
     metrics["tournament_n5_vs_n1"] = metric(ratios["n5_vs_n1"], 1, note=f"depths {MIXED_DEPTHS} against one of depth 2")
     metrics["tournament_batched_vs_sequential"] = metric(ratios["batched_vs_sequential"], 1)

@@ -24,3 +24,15 @@ def call(pipe, prompt="a quiet street", seed=1, steps=5, output_type="pt", **kwa
 def bright_guard(gain: float = 1.0, repairer=None, proposer=None, **config) -> GuardPaint:
     """A guard whose detector flags bright pixels and whose repairer paints them dark: edits get accepted."""
     return GuardPaint(FlagsBright(gain), repairer or PaintsFlat(), proposer, config=GuardConfig(**config))
+
+
+def captured(guard: GuardPaint) -> list:
+    """A list that will hold every request this guard opens."""
+    opened, original = [], guard.open
+
+    def open_request(*args, **kwargs):
+        opened.append(original(*args, **kwargs))
+        return opened[-1]
+
+    guard.open = open_request
+    return opened

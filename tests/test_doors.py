@@ -10,7 +10,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from helpers import SIZE, bright_guard, call, gen
+from helpers import SIZE, bright_guard, call, captured, gen
 from PIL import Image
 
 from guardpaint import tiny
@@ -252,7 +252,8 @@ def test_an_inpainting_unet_as_base_repairs_natively():
     assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
 
 
-def test_controlnet(sd_pipe):
+def controlled(sd_pipe):
+    """A ControlNet pipeline of the same parts."""
     control = diffusers.ControlNetModel(
         block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=tiny.TEXT_WIDTH,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
@@ -264,6 +265,11 @@ def test_controlnet(sd_pipe):
         requires_safety_checker=False,
     )
     target.set_progress_bar_config(disable=True)
+    return target
+
+
+def test_controlnet(sd_pipe):
+    target = controlled(sd_pipe)
     hint = torch.rand(1, 3, 64, 64, generator=gen(4))
     plain = call(target, image=hint).images
     assert torch.equal(plain, call(safe().attach(target), image=hint).images)
@@ -540,35 +546,18 @@ def test_nothing_of_a_request_stays_on_the_model(pipe, family):
     import weakref
 
     guard = safe()
-    kept = []
-    open_request = guard.open
-
-    def opened(*args, **kwargs):
-        request = open_request(*args, **kwargs)
-        kept.append(weakref.ref(request))
-        return request
-
-    guard.open = opened
+    opened = captured(guard)
     call(guard.attach(pipe))
+    kept = weakref.ref(opened.pop())
     gc.collect()
-    assert kept[0]() is None, "the request is freed with its call"
+    assert kept() is None, "the request is freed with its call"
 
 
 def test_native_repair_without_guidance_beside_a_controlnet(sd_pipe):
     """One recorded branch, two told ones: the other batched arguments must follow."""
     from guardpaint.repair.native import NativeRepairer
 
-    control = diffusers.ControlNetModel(
-        block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=tiny.TEXT_WIDTH,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
-        conditioning_embedding_out_channels=(4, 8, 8),
-    )  # fmt: skip
-    target = diffusers.StableDiffusionControlNetPipeline(
-        **{k: v for k, v in sd_pipe.components.items() if k != "image_encoder"},
-        controlnet=control,
-        requires_safety_checker=False,
-    )
-    target.set_progress_bar_config(disable=True)
+    target = controlled(sd_pipe)
     guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
     out = call(guard.attach(target), image=torch.rand(1, 3, 64, 64), guidance_scale=1.0)
     assert not out.safety[0].errors and out.safety[0].steps[0].tournaments

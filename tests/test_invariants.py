@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import bright_guard, call, gen
+from helpers import bright_guard, call, captured, gen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -113,14 +113,7 @@ def test_outside_the_mask_the_reinserted_latent_is_the_control(pipe, family, rul
     plain, guarded = Spy(), Spy()
     call(pipe, callback_on_step_end=plain)
     guard = bright_guard(reinsertion=rule).configured(BLOCK)
-    seen = {}
-    original = type(guard).open
-
-    def spying_open(self, *args, **kwargs):
-        seen["request"] = original(self, *args, **kwargs)
-        return seen["request"]
-
-    guard.open = spying_open.__get__(guard)
+    opened = captured(guard)
     out = call(guard.attach(pipe), callback_on_step_end=guarded)
     record = out.safety[0].steps[0]
     assert record.step == 3 and record.reinsertion is not None, out.safety[0].errors
@@ -128,7 +121,7 @@ def test_outside_the_mask_the_reinserted_latent_is_the_control(pipe, family, rul
         assert torch.equal(a, b)
     changed = plain.latents[3] != guarded.latents[3]
     assert changed.any()
-    fam = seen["request"].family
+    fam = opened[0].family
     geometry = (16, 16)
     cells = fam.unpack(changed.float(), geometry)[0].amax(0) > 0
     assert 0 < float(cells.float().mean()) <= record.reinsertion["coverage"] * 6

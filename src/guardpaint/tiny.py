@@ -14,6 +14,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
+from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.errors import BadInput
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.proposer import ProposerConfig, TournamentProposer
@@ -125,19 +126,6 @@ def unet(in_channels: int = 4, **kwargs: Any) -> Any:
     return UNet2DConditionModel(**{**shape, **kwargs}).eval()
 
 
-def ddim() -> Any:
-    from diffusers import DDIMScheduler
-
-    return DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
-
-
 def sd(seed: int = 0) -> Any:
     from diffusers import StableDiffusionPipeline
 
@@ -147,7 +135,7 @@ def sd(seed: int = 0) -> Any:
             text_encoder=clip_text(),
             tokenizer=clip_tokenizer(),
             unet=unet(),
-            scheduler=ddim(),
+            scheduler=sd_scheduler(),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
@@ -170,7 +158,7 @@ def sdxl(seed: int = 0) -> Any:
                 addition_time_embed_dim=8,
                 projection_class_embeddings_input_dim=TEXT_WIDTH + 6 * 8,
             ),
-            scheduler=ddim(),
+            scheduler=sd_scheduler(),
             add_watermarker=False,
         )
 
@@ -256,7 +244,7 @@ def inpainter(seed: int = 0) -> Inpainter:
                 text_encoder=clip_text(),
                 tokenizer=clip_tokenizer(),
                 unet=unet(in_channels=9),
-                scheduler=ddim(),
+                scheduler=sd_scheduler(),
                 safety_checker=None,
                 feature_extractor=None,
                 requires_safety_checker=False,

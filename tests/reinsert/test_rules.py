@@ -14,7 +14,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     PNDMScheduler,
 )
-from helpers import bright_guard, call, gen
+from helpers import bright_guard, call, captured, gen
 
 from guardpaint.doubles import FlagsBright, PaintsFlat
 from guardpaint.policy import Policy
@@ -73,18 +73,11 @@ SCHEDULERS = {
 def final_error(pipe, rule: str, hold: float = 1.0, start: float = 0.3) -> float:
     """Mean squared latent error inside the mask core against the repair, at the end of the trajectory."""
     guard = bright_guard(reinsertion=rule, hold=hold, audits=99, audit_start=start).configured(BLOCK)
-    kept = {}
-    open_request = guard.open
-
-    def opened(*args, **kwargs):
-        kept["request"] = open_request(*args, **kwargs)
-        return kept["request"]
-
-    guard.open = opened
+    opened = captured(guard)
     first = {}
 
     def stop_auditing(pipe, step, timestep, tensors):
-        request = kept["request"]
+        request = opened[0]
         if request.guards and request.guards[0].edited and not first:
             record = request.guards[0].records[-1]
             first["step"] = record.step
@@ -106,7 +99,7 @@ def final_error(pipe, rule: str, hold: float = 1.0, start: float = 0.3) -> float
         call(guard.attach(pipe), steps=10, output_type="latent", callback_on_step_end=stop_auditing)
     finally:
         ImageGuard.reinsert = original
-    request = kept["request"]
+    request = opened[0]
     assert edits and not request.guards[0].errors, request.guards[0].errors
     latent = request.drafts(request.index - 1)[0].latent
     core = (edits[0].mask > 0.999).expand_as(latent)
@@ -214,16 +207,9 @@ def held_weights(pipe, places):
     guard = GuardPaint(Points(places), PaintsFlat(), policy=BLOCK).configured(
         audits=3, regions=1, mask_threshold="calibrated"
     )
-    kept = {}
-    open_request = guard.open
-
-    def opened(*args, **kwargs):
-        kept["request"] = open_request(*args, **kwargs)
-        return kept["request"]
-
-    guard.open = opened
+    opened = captured(guard)
     out = call(guard.attach(pipe), steps=10)
-    return out, kept["request"].holds[0].weight.amax(0)
+    return out, opened[0].holds[0].weight.amax(0)
 
 
 def test_a_hold_that_fails_an_audit_is_released(sd_pipe):

@@ -23,6 +23,20 @@ PARAMETRISATION = {
 }
 
 
+def sd_scheduler() -> Any:
+    """DDIM on Stable Diffusion's noise schedule."""
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
 def parametrisation(scheduler: Any) -> str:
     """How the scheduler scales its latents; raises on one we do not know."""
     for cls in type(scheduler).__mro__:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
+from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, fit, load_config
 from guardpaint.train.latents import SceneLatents, encode_scenes, tokenise
@@ -87,19 +88,6 @@ def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " 
     return snr.clamp(max=gamma) / snr
 
 
-def scheduler() -> Any:
-    from diffusers import DDIMScheduler
-
-    return DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
-
-
 def batch_of(
     data: SceneLatents, step: int, config: TrainConfig, shape: GeneratorConfig, empty: Int[Tensor, " l"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -134,7 +122,7 @@ def assemble(model: Any, vae: Any, tokenizer: Any) -> Any:
         text_encoder=model.text,
         tokenizer=tokenizer,
         unet=model.unet,
-        scheduler=scheduler(),
+        scheduler=sd_scheduler(),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -165,7 +153,7 @@ def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quie
     size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
     model = TextToImage(shape, len(tokenizer), channels, size, config.seed)
     empty = tokenise(tokenizer, [""])[0]
-    alphas = scheduler().alphas_cumprod
+    alphas = sd_scheduler().alphas_cumprod
 
     def sample(snapshot: nn.Module, path: Path) -> None:
         pipe = assemble(snapshot, vae, tokenizer)
