@@ -42,3 +42,14 @@ def test_round_trip(tmp_path, tokenizer):
 def test_training_is_deterministic(tokenizer):
     again = train_tokenizer(world_captions(0, 2000), merges=600)
     assert again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_merges_by_hand():
+    """'aab' ×2, 'ab' ×1: (a, b) occurs 3 times, (a, a) twice; then (a, ab) twice."""
+    from collections import Counter
+
+    from guardpaint.world.tokenizer import learn_merges
+
+    words = Counter({("a", "a", "b"): 2, ("a", "b"): 1})
+    assert learn_merges(words, 2) == [("a", "b"), ("a", "ab")]
+    assert learn_merges(words, 99) == [("a", "b"), ("a", "ab")], "nothing left to merge"

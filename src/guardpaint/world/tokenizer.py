@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from guardpaint.world.captions import caption
@@ -28,15 +28,46 @@ def train_tokenizer(texts: Iterable[str], merges: int = 1000, length: int = 64) 
 
     alphabet = sorted(ByteLevel.alphabet())
     letters = [START, END, *alphabet, *(a + SUFFIX for a in alphabet)]
-    # The pre-tokenizer and normaliser are CLIP's own, taken from an empty one, so that training sees what use will see.
-    empty = CLIPTokenizer(vocab={t: i for i, t in enumerate(letters)}, merges=[])
-    learner = Tokenizer(models.BPE(end_of_word_suffix=SUFFIX))
-    learner.normalizer = empty.backend_tokenizer.normalizer
-    learner.pre_tokenizer = empty.backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(letters) + merges, initial_alphabet=alphabet, end_of_word_suffix=SUFFIX, show_progress=False
-    )
-    learner.train_from_iterator(texts, trainer)
-    learned = [tuple(m) for m in json.loads(learner.to_str())["model"]["merges"]][:merges]
+    empty = CLIPTokenizer(vocab={t: i for i, t in enumerate(letters)}, merges=[]).backend_tokenizer
+    words: Counter[tuple[str, ...]] = Counter()
+    for text in texts:
+        for word, _ in empty.pre_tokenizer.pre_tokenize_str(empty.normalizer.normalize_str(text)):
+            words[(*word[:-1], word[-1] + SUFFIX)] += 1
+    learned = learn_merges(words, merges)
     vocab = {t: i for i, t in enumerate(dict.fromkeys([*letters, *("".join(m) for m in learned)]))}
     return CLIPTokenizer(vocab=vocab, merges=learned, model_max_length=length, pad_token=END)
+
+
+def learn_merges(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str, str]]:
+    """Byte-pair merges, most frequent first; ties go to the alphabet, so that training is repeatable."""
+    merges: list[tuple[str, str]] = []
+    current = dict(words)
+    while len(merges) < count:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, times in current.items():
+            for pair in pairwise(word):
+                pairs[pair] += times
+        if not pairs:
+            break
+        best = min(pairs, key=lambda p: (-pairs[p], p))
+        merges.append(best)
+        merged: dict[tuple[str, ...], int] = {}
+        for word, times in current.items():
+            new = joined(word, best)
+            merged[new] = merged.get(new, 0) + times
+        current = merged
+    return merges
+
+
+def joined(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    """The word with every occurrence of the pair made one symbol."""
+    out: list[str] = []
+    i = 0
+    while i < len(word):
+        if word[i : i + 2] == pair:
+            out.append(word[i] + word[i + 1])
+            i += 2
+        else:
+            out.append(word[i])
+            i += 1
+    return tuple(out)
