@@ -561,3 +561,58 @@ def test_native_repair_without_guidance_beside_a_controlnet(sd_pipe):
     guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
     out = call(guard.attach(target), image=torch.rand(1, 3, 64, 64), guidance_scale=1.0)
     assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
+
+
+def adapter_weights(unet) -> dict:
+    """Random IP-Adapter weights in the layout diffusers loads."""
+    dim, sizes = tiny.TEXT_WIDTH, unet.config.block_out_channels
+    with tiny.seeded(1):
+        proj = {
+            "proj.weight": torch.randn(4 * dim, dim),
+            "proj.bias": torch.zeros(4 * dim),
+            "norm.weight": torch.ones(dim),
+            "norm.bias": torch.zeros(dim),
+        }
+        adapter = {}
+        for key, name in enumerate(n for n in unet.attn_processors if not n.endswith("attn1.processor")):
+            where, index = name.split(".")[:2]
+            width = (
+                sizes[-1] if where == "mid_block" else sizes[-1 - int(index) if where == "up_blocks" else int(index)]
+            )
+            for part in ("to_k_ip", "to_v_ip"):
+                adapter[f"{2 * key + 1}.{part}.weight"] = torch.randn(width, dim) * 3
+    return {"image_proj": proj, "ip_adapter": adapter}
+
+
+@pytest.mark.parametrize("guidance", [5.0, 1.0])
+def test_ip_adapter(sd_pipe, guidance):
+    """Image prompts ride in added_cond_kwargs: untouched when benign, replayed when the base repairs itself."""
+    from guardpaint.repair.native import NativeRepairer
+
+    sd_pipe.unet._load_ip_adapter_weights([adapter_weights(sd_pipe.unet)])
+    rows = 2 if guidance > 1 else 1
+    embeds = torch.randn(rows, 1, tiny.TEXT_WIDTH, generator=gen(3))
+    kwargs = {"ip_adapter_image_embeds": [embeds], "guidance_scale": guidance}
+    plain = call(sd_pipe, **kwargs).images
+    assert not torch.equal(plain, call(sd_pipe, **{**kwargs, "ip_adapter_image_embeds": [-embeds]}).images)
+    assert torch.equal(plain, call(safe().attach(sd_pipe), **kwargs).images)
+    guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
+    out = call(guard.attach(sd_pipe), **kwargs)
+    assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
+
+
+def test_sdxl_controlnet():
+    from guardpaint.repair.native import NativeRepairer
+
+    pipe = tiny.pipeline("sdxl")
+    with tiny.seeded(2):
+        control = diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(4, 8, 8))
+    parts = {k: v for k, v in pipe.components.items() if k not in ("image_encoder", "feature_extractor")}
+    target = diffusers.StableDiffusionXLControlNetPipeline(**parts, controlnet=control, add_watermarker=False)
+    target.set_progress_bar_config(disable=True)
+    hint = torch.rand(1, 3, 64, 64, generator=gen(4))
+    plain = call(target, image=hint).images
+    assert torch.equal(plain, call(safe().attach(target), image=hint).images)
+    guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
+    out = call(guard.attach(target), image=hint)
+    assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
