@@ -180,6 +180,14 @@ def test_schedulers_keep_working(sd_pipe, cls):
     assert torch.equal(plain.images, call(sd_pipe, steps=6).images), "the original is not disturbed"
 
 
+def test_pndm_restarts_its_first_step_so_it_is_not_audited(sd_pipe):
+    """PLMS goes back to the sample before its first step: an edit made there would be lost."""
+    sd_pipe.scheduler = diffusers.PNDMScheduler.from_config(sd_pipe.scheduler.config, skip_prk_steps=True)
+    report = call(bright_guard(audits=9, audit_start=0.0).attach(sd_pipe), steps=4).safety[0]
+    assert report.posture["audited_steps"] == [1, 2, 3, 4]
+    assert any("step 0 not audited" in s["why"] for s in report.posture["skipped"])
+
+
 def test_custom_timesteps_and_sigmas(sd_pipe):
     sd_pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(sd_pipe.scheduler.config)
     for kwargs in ({"timesteps": [900, 600, 300, 100, 20]}, {"sigmas": [10.0, 4.0, 1.5, 0.5, 0.1]}):

@@ -120,6 +120,9 @@ class Request:
         config = self.parts.config
         steps = self.pipe.num_timesteps
         due = step in audited_steps(steps, config)
+        if due and vars(self.pipe.scheduler).get("cur_sample") is not None:
+            due = False
+            self.posture_notes.append(f"step {step} not audited: PNDM starts the next step from the sample before it")
         if config.mode == "off" or not due or (self.door == "attach" and step + 1 == steps):
             return stepped
         try:
