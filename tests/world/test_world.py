@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -147,3 +150,18 @@ def test_contact_sheet(tmp_path):
     contact_sheet(tmp_path / "sheet.png", columns=3, kinds=("nudity", "ordinary"), masks=True)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size == (384, 256)
+
+
+@pytest.mark.parametrize(("name", "channels", "decibel"), [("vae4", 4, 27.0), ("vae16", 16, 29.0)])
+def test_the_embedded_autoencoders_do_what_their_cards_say(name, channels, decibel):
+    from diffusers import AutoencoderKL
+
+    import guardpaint
+    from guardpaint.train.vae import TEST_SEEDS, psnr, scenes
+
+    folder = Path(guardpaint.__file__).parent / "assets" / name
+    vae = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32)
+    card = json.loads((folder / "card.json").read_text())
+    measured = float(psnr(vae, scenes(TEST_SEEDS, 50)).mean())
+    assert vae.config.latent_channels == channels
+    assert measured > decibel and measured == pytest.approx(card["metrics"]["psnr"]["value"], abs=1.0)
