@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ Geometry = tuple[int, int]
 """Latent height and width."""
 
 
-class Family:
+class Family(ABC):
     """Base behaviour: unpacked latents, one denoiser call per step with [negative, positive] rows."""
 
     name: str
@@ -40,15 +41,15 @@ class Family:
     def guidance(self, pipe: Any) -> float:
         return float(pipe.guidance_scale)
 
+    @abstractmethod
     def encode_prompt(self, base: BaseModel, prompt: str, negative: str) -> dict[str, Any]:
         """Denoiser arguments for one prompt, rows [negative, positive]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(
         self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
     ) -> Float[Tensor, "n c h w"]:
         """Model output for n latents, guidance applied."""
-        raise NotImplementedError
 
 
 class UNetFamily(Family):
