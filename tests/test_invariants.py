@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from guardpaint import tiny
 from guardpaint.audit.regions import soft_mask
+from guardpaint.config import CHOICES
 from guardpaint.doubles import AlwaysSafe, FlagsBright, PaintsFlat, constant_audit
 from guardpaint.policy import Policy
 from guardpaint.repair.native import NativeRepairer
@@ -96,18 +97,7 @@ class Spy:
         return tensors
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "ddpm_noise",
-        "direct_blend",
-        "ddim_inversion",
-        "null_text",
-        "flow_ode",
-        "x0_substitution",
-        "held_substitution",
-    ],
-)
+@pytest.mark.parametrize("rule", [r for r in CHOICES["reinsertion"] if r != "auto"])
 def test_outside_the_mask_the_reinserted_latent_is_the_control(pipe, family, rule):
     """At the reinsertion step, where the latent mask is 0, the latent equals the control bit for bit."""
     plain, guarded = Spy(), Spy()

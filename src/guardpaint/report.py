@@ -15,7 +15,6 @@ from guardpaint.errors import BadInput
 from guardpaint.types import JsonDict
 
 VERSION = 1
-STATUSES = ("clean", "repaired", "blurred", "blocked", "released_flagged", "unguarded", "unfinished")
 EXIT_CODES = {
     "clean": 0,
     "repaired": 0,

@@ -57,7 +57,7 @@ def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[M
         path,
         {
             "command": " ".join(["python", *map(relative, sys.argv)]),
-            "git": git_revision(),
+            "git": REVISION,
             "seed": seed,
             "machine": machine(),
             "raw": raw.name,
@@ -91,3 +91,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+REVISION = git_revision()
+"""Read when this module is loaded: the code that runs, not what the checkout has become by the end of a long run."""

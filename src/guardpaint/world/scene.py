@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from guardpaint.errors import BadInput
 
@@ -70,7 +70,6 @@ class Scene:
     flowers: bool = False
     jitter: int = 0
     """Seeds small drawing variations."""
-    details: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def category(self) -> str:
