@@ -19,7 +19,7 @@ ROWS = {
     "sld_overhead_fraction": "for comparison: a third guidance branch in every step, as a share of the generation",
     "tournament_n5_vs_n1": "five candidates of mixed depth, in candidates of mean depth",
     "tournament_batched_vs_sequential": "five candidates in one batch, against one by one",
-    "tournament_vs_generation": "one tournament (N = 5, depth 8), in 50-step generations; scaled from the mixed-depth run",
+    "tournament_vs_generation": "one tournament (N = 5, depth 8), in 50-step generations (scaled from mixed depths)",
     "tournament_peak_gib": "peak memory of that batch above the loaded models, GiB",
     "import_seconds_light": "`import guardpaint`, seconds",
 }
