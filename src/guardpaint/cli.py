@@ -239,11 +239,12 @@ def train_vae(
     config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/vae4.yaml.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
     minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+    warm: Annotated[Path | None, typer.Option(help="Start from the weights of this finished autoencoder.")] = None,
 ) -> None:
     """Train an autoencoder of the paper-doll world; when done, writes it with its model card to OUT/model."""
     from guardpaint.train import vae
 
-    vae.run(config, out_dir, minutes)
+    vae.run(config, out_dir, minutes, warm)
 
 
 @train_app.command("generator")
@@ -252,11 +253,25 @@ def train_generator(
     vae: Annotated[Path, typer.Option(help="A finished autoencoder: OUT/model of `train vae`.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
     minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+    warm: Annotated[Path | None, typer.Option(help="Start from this finished pipeline (mini-inpaint: mini-sd).")] = None,
 ) -> None:
-    """Train a small text-to-image UNet of the paper-doll world; when done, writes the pipeline to OUT/model."""
+    """Train a base model of the paper-doll world (the config says which); when done, writes it to OUT/model."""
     from guardpaint.train import generator
 
-    generator.run(config, vae, out_dir, minutes)
+    generator.run(config, vae, out_dir, minutes, warm)
+
+
+@train_app.command("oracle")
+def train_oracle(
+    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/oracle.yaml.")],
+    vae: Annotated[list[Path], typer.Option(help="Autoencoder whose round trips it should know; may be repeated.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve.")],
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+) -> None:
+    """Train the oracle that judges paper-doll pictures in evaluations; the guard never uses it."""
+    from guardpaint.train import oracle
+
+    oracle.run(config, vae, out_dir, minutes)
 
 
 def read_key(path: Path | None) -> bytes | None:

@@ -1,176 +1,113 @@
-"""Train a small text-to-image model of the paper-doll world (UNet, ε-prediction).
+"""Train a base model of the paper-doll world: mini-sd, mini-inpaint, mini-sdxl, mini-sd3 or mini-flux.
 
-guardpaint train generator --config configs/train/mini-sd.yaml --vae runs/vae4/model --out runs/mini-sd
+guardpaint train generator --config configs/train/mini-sd.yaml --vae src/guardpaint/assets/vae4 --out runs/mini-sd
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
-from guardpaint.draft.schedule import sd_scheduler
+from guardpaint.checkpoint import read_json, write_json
+from guardpaint.errors import BadCheckpoint
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, fit, load_config
-from guardpaint.train.latents import SceneLatents, encode_scenes, tokenise
-from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS
+from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
+from guardpaint.train.recipes import Batch, GeneratorConfig, Recipe, build
+from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
 from guardpaint.world.captions import caption
+from guardpaint.world.masks import boxed, figure_mask
+from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
-from guardpaint.world.tokenizer import train_tokenizer, world_captions
+from guardpaint.world.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
-
-@dataclass(frozen=True)
-class GeneratorConfig:
-    """Shape of a UNet generator and its text encoder."""
-
-    channels: tuple[int, ...] = (64, 96, 128)
-    text_width: int = 96
-    text_layers: int = 2
-    tokens: int = 64
-    merges: int = 1000
-    scenes: int = 24_000
-    captions: int = 3
-    caption_drop: float = 0.10
-    min_snr: float = 5.0
-
-
-class TextToImage(nn.Module):
-    """UNet and text encoder, trained together."""
-
-    def __init__(self, config: GeneratorConfig, vocab: int, latent_channels: int, size: int, seed: int) -> None:
-        super().__init__()
-        from diffusers import UNet2DConditionModel
-        from transformers import CLIPTextConfig, CLIPTextModel
-
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.unet = UNet2DConditionModel(
-                sample_size=size,
-                in_channels=latent_channels,
-                out_channels=latent_channels,
-                block_out_channels=tuple(config.channels),
-                layers_per_block=1,
-                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                cross_attention_dim=config.text_width,
-                attention_head_dim=16,
-                norm_num_groups=16,
-            )
-            self.text = CLIPTextModel(
-                CLIPTextConfig(
-                    vocab_size=vocab,
-                    hidden_size=config.text_width,
-                    intermediate_size=4 * config.text_width,
-                    num_hidden_layers=config.text_layers,
-                    num_attention_heads=4,
-                    max_position_embeddings=config.tokens,
-                    bos_token_id=0,
-                    eos_token_id=1,
-                    pad_token_id=1,
-                )
-            )
-
-    def forward(
-        self, z: Float[Tensor, "b c h w"], t: Int[Tensor, " b"], ids: Int[Tensor, "b l"]
-    ) -> Float[Tensor, "b c h w"]:
-        states = self.text(ids).last_hidden_state
-        return self.unet(z, t, encoder_hidden_states=states).sample
-
-
-def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " b"]:
-    """min(SNR, γ)/SNR for ε-prediction (SPEC §4)."""
-    snr = alpha / (1 - alpha)
-    return snr.clamp(max=gamma) / snr
+MASKS_PER_SCENE = 2
 
 
 def batch_of(
-    data: SceneLatents, step: int, config: TrainConfig, shape: GeneratorConfig, empty: Int[Tensor, " l"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Latents, noise, timesteps and token ids of one step, from (seed, step) alone."""
+    data: SceneLatents,
+    step: int,
+    config: TrainConfig,
+    shape: GeneratorConfig,
+    empty: Int[Tensor, " l"],
+    other_empty: Int[Tensor, " m"] | None = None,
+) -> Batch:
+    """Latents, noise, levels and captions of one step, from (seed, step) alone."""
     g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-    rows = torch.randint(len(data), (config.batch_size,), generator=g)
-    which = torch.randint(data.ids.shape[1], (config.batch_size,), generator=g)
+    n = config.batch_size
+    rows = torch.randint(len(data), (n,), generator=g)
+    which = torch.randint(data.ids.shape[1], (n,), generator=g)
+    dropped = torch.rand(n, generator=g) < shape.caption_drop
     ids = data.ids[rows, which].clone()
-    ids[torch.rand(config.batch_size, generator=g) < shape.caption_drop] = empty
+    ids[dropped] = empty
+    other = None
+    if data.other_ids is not None and other_empty is not None:
+        other = data.other_ids[rows, which].clone()
+        other[dropped] = other_empty
     z = data.latents[rows]
-    return z, torch.randn(z.shape, generator=g), torch.randint(1000, (config.batch_size,), generator=g), ids
+    level = (torch.randperm(n, generator=g) + torch.rand(n, generator=g)) / n
+    long = float(torch.rand((), generator=g)) < shape.long_text
+    mask = masked = None
+    if data.masks is not None and data.masked is not None:
+        hole = torch.randint(data.masks.shape[1], (n,), generator=g)
+        mask, masked = data.masks[rows, hole], data.masked[rows, hole]
+    return Batch(z, torch.randn(z.shape, generator=g), level, ids, other, mask, masked, long)
 
 
-def denoising_losses(
-    model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], alphas: Float[Tensor, " t"], gamma: float
-) -> dict[str, Tensor]:
-    """Min-SNR weighted ε loss."""
-    z, eps, t, ids = batch
-    alpha = alphas[t]
-    a, s = alpha.sqrt().view(-1, 1, 1, 1), (1 - alpha).sqrt().view(-1, 1, 1, 1)
-    noisy = (a * z + s * eps).contiguous(memory_format=torch.channels_last)
-    error = ((model(noisy, t, ids) - eps) ** 2).mean((1, 2, 3))
-    return {"loss": (min_snr_weight(alpha, gamma) * error).mean(), "mse": error.mean()}
+def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
+    """The world's CLIP tokenizer and, for flux, its T5 tokenizer; trained once, then read from the run."""
+    from transformers import CLIPTokenizer, T5Tokenizer
+
+    words, pieces = out / "tokenizer", out / "tokenizer_2"
+    if not words.exists():
+        train_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.merges, shape.tokens).save_pretrained(words)
+    other = None
+    if shape.family == "flux":
+        if not pieces.exists():
+            train_t5_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.tokens).save_pretrained(pieces)
+        other = T5Tokenizer.from_pretrained(pieces)
+    return CLIPTokenizer.from_pretrained(words), other
 
 
-def assemble(model: Any, vae: Any, tokenizer: Any) -> Any:
-    """A StableDiffusionPipeline of these parts."""
-    from diffusers import StableDiffusionPipeline
-
-    pipe = StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=model.text,
-        tokenizer=tokenizer,
-        unet=model.unet,
-        scheduler=sd_scheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
+def run(
+    config_file: Path, vae_dir: Path, out: Path, minutes: float | None, warm: Path | None = None, quiet: bool = False
+) -> None:
     """Encode the scenes once, train, and save the pipeline with its card when done."""
-    from diffusers import AutoencoderKL
-    from transformers import CLIPTokenizer
-
-    from guardpaint.checkpoint import read_json, write_json
-
     shape, config = load_config(config_file, GeneratorConfig)
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(config.threads)
-    vae = AutoencoderKL.from_pretrained(vae_dir).float().eval().requires_grad_(False)
-    vae = vae.to(memory_format=torch.channels_last)
-    words = out / "tokenizer"
-    if not words.exists():
-        train_tokenizer(world_captions(TRAIN_SEEDS, shape.scenes // 2), shape.merges, shape.tokens).save_pretrained(
-            words
-        )
-    tokenizer = CLIPTokenizer.from_pretrained(words)
-    data = encode_scenes(vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, out / "latents.pt")
+    vae = load_autoencoder(vae_dir)
+    tokenizer, other = tokenizers(shape, out)
+    masks = MASKS_PER_SCENE if shape.family == "inpaint" else 0
+    cache = out.parent / f"latents-{fingerprint(vae)}-{'flux' if other else 'masks' if masks else 'plain'}.pt"
+    data = encode_scenes(
+        vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, cache, other_tokenizer=other, masks=masks
+    )
     size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
-    model = TextToImage(shape, len(tokenizer), channels, size, config.seed)
+    model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
+    if warm is not None:
+        model.adopt(load_pipeline(warm))
+    for part in model.frozen():
+        part.requires_grad_(False)
     empty = tokenise(tokenizer, [""])[0]
-    alphas = sd_scheduler().alphas_cumprod
+    other_empty = tokenise(other, [""])[0] if other else None
 
     def sample(snapshot: nn.Module, path: Path) -> None:
-        pipe = assemble(snapshot, vae, tokenizer)
-        prompts = [caption(sample_scene(TEST_SEEDS + i), 0).text for i in range(12)]
-        images = pipe(
-            prompts, num_inference_steps=25, guidance_scale=4.0, generator=torch.Generator().manual_seed(0)
-        ).images
-        sheet = Image.new("RGB", (6 * 130, 2 * 130), "white")
-        for i, image in enumerate(images):
-            sheet.paste(image.resize((128, 128), Image.Resampling.NEAREST), (130 * (i % 6), 130 * (i // 6)))
+        assert isinstance(snapshot, Recipe)
+        sheet, prompts = sample_sheet(snapshot.assemble(vae, tokenizer, other), snapshot.settings)
         save_image(sheet, path)
         path.with_suffix(".txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
 
     fit(
         model,
-        lambda step: batch_of(data, step, config, shape, empty),
-        lambda net, batch: denoising_losses(net, batch, alphas, shape.min_snr),
+        lambda step: batch_of(data, step, config, shape, empty, other_empty),
+        lambda net, batch: net(batch),
         config,
         out,
         minutes=minutes,
@@ -181,17 +118,61 @@ def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quie
     if done["step"] < config.steps:
         print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
         return
-    pipe = assemble(model.eval(), vae, tokenizer)
+    pipe = model.eval().assemble(vae, tokenizer, other)
+    sample(model, out / "samples.png")
+    parameters = {
+        name: sum(p.numel() for p in part.parameters())
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module)
+    }
     pipe.to(torch.float16).save_pretrained(out / "model")
     card = {
-        "command": f"guardpaint train generator --config {config_file} --vae {vae_dir.name} --out {out.name}",
+        "command": f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
+        + (f" --warm {warm}" if warm else ""),
         "seed": config.seed,
         "steps": done["step"],
         "minutes": done["minutes"],
-        "parameters": {"unet": count(model.unet), "text_encoder": count(model.text)},
+        "settings": model.settings,
+        "parameters": parameters,
     }
     write_json(out / "model" / "card.json", card)
+    print(f"saved to {out / 'model'}")
 
 
-def count(module: Any) -> int:
-    return sum(p.numel() for p in module.parameters())
+def load_pipeline(path: Path) -> Any:
+    """A saved pipeline of any family, in fp32, progress bar off."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{path}: not a saved pipeline ({error})") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sample_sheet(pipe: Any, settings: dict[str, Any], rows: int = 2, columns: int = 6) -> tuple[Image.Image, list[str]]:
+    """Held-out prompts drawn by the pipeline; an inpainter fills the box of each scene's main figure."""
+    count = rows * columns
+    scenes = [sample_scene(TEST_SEEDS + i) for i in range(count)]
+    prompts = [caption(s, 0).text for s in scenes]
+    extra: dict[str, Any] = {}
+    tiles: list[list[Image.Image]] = []
+    if "Inpaint" in type(pipe).__name__:
+        pictures = [Image.fromarray(render(s).image) for s in scenes]
+        holes = [Image.fromarray(boxed(figure_mask(s, True), 2).astype(np.uint8) * 255) for s in scenes]
+        extra = {"image": pictures, "mask_image": holes, "height": 64, "width": 64}
+        tiles.append(
+            [
+                Image.composite(Image.new("RGB", p.size, "grey"), p, h.resize(p.size))
+                for p, h in zip(pictures, holes, strict=True)
+            ]
+        )
+    made = pipe(prompts, generator=torch.Generator().manual_seed(0), **{**settings, **extra}).images
+    tiles.append(made)
+    sheet = Image.new("RGB", (columns * 130, rows * 130 * len(tiles)), "white")
+    for k, images in enumerate(tiles):
+        for i, image in enumerate(images):
+            spot = (130 * (i % columns), 130 * (len(tiles) * (i // columns) + k))
+            sheet.paste(image.resize((128, 128), Image.Resampling.NEAREST), spot)
+    return sheet, prompts

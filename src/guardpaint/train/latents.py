@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from guardpaint.checkpoint import write_atomic
 from guardpaint.errors import BadCheckpoint
 from guardpaint.world.captions import caption
+from guardpaint.world.masks import training_mask
 from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
 
@@ -25,48 +27,93 @@ class SceneLatents:
     """What a generator trains on."""
 
     latents: Float[Tensor, "n c h w"]
-    """Scaled, fp16 in the file, fp32 here on access."""
+    """Scaled, fp16 in the file, fp32 here."""
     ids: Int[Tensor, "n k l"]
     """k captions per scene."""
     unsafe: Bool[Tensor, " n"]
+    other_ids: Int[Tensor, "n k m"] | None = None
+    """The captions in a second tokenizer."""
+    masks: Float[Tensor, "n v 1 h w"] | None = None
+    """v training masks per scene, at latent size."""
+    masked: Float[Tensor, "n v c h w"] | None = None
+    """Latents of the scene with each mask greyed out."""
 
     def __len__(self) -> int:
         return len(self.latents)
 
 
 def encode_scenes(
-    vae: Any, tokenizer: Any, first: int, count: int, captions: int, cache: Path, batch: int = 64
+    vae: Any,
+    tokenizer: Any,
+    first: int,
+    count: int,
+    captions: int,
+    cache: Path,
+    *,
+    other_tokenizer: Any = None,
+    masks: int = 0,
+    batch: int = 64,
 ) -> SceneLatents:
     """Render, encode and tokenise scenes; a finished cache of the same request is reused."""
-    key = {"first": first, "count": count, "captions": captions, "scale": vae.config.scaling_factor}
+    key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
+    key |= {"vae": fingerprint(vae), "other": other_tokenizer is not None, "words": len(tokenizer)}
     if cache.exists():
         try:
             kept = torch.load(cache, weights_only=True)
         except Exception as error:
             raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to encode anew") from error
-        if kept["key"] == key:
-            return SceneLatents(kept["latents"].float(), kept["ids"].long(), kept["unsafe"])
-    latents, ids, unsafe = [], [], []
+        if kept.pop("key") == key:
+            return widened(kept)
+    parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(SceneLatents)}
     for start in track(range(first, first + count, batch), description="encoding scenes"):
         scenes = [sample_scene(s) for s in range(start, min(start + batch, first + count))]
-        images = np.stack([render(s).image for s in scenes])
-        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-        with torch.no_grad():
-            raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
-        latents.append((raw * vae.config.scaling_factor).half().contiguous())
+        pixels = pixels_of([render(s).image for s in scenes])
+        parts["latents"].append(encoded(vae, pixels))
         texts = [caption(s, k).text for s in scenes for k in range(captions)]
-        ids.append(tokenise(tokenizer, texts).view(len(scenes), captions, -1).to(torch.int16))
-        unsafe.append(torch.tensor([s.category != "safe" for s in scenes]))
-    made: dict[str, Any] = {
-        "key": key,
-        "latents": torch.cat(latents),
-        "ids": torch.cat(ids),
-        "unsafe": torch.cat(unsafe),
-    }
+        parts["ids"].append(tokenise(tokenizer, texts).view(len(scenes), captions, -1).to(torch.int16))
+        if other_tokenizer is not None:
+            ids = tokenise(other_tokenizer, texts).view(len(scenes), captions, -1)
+            parts["other_ids"].append(ids.to(torch.int16))
+        parts["unsafe"].append(torch.tensor([s.category != "safe" for s in scenes]))
+        if masks:
+            holes = torch.from_numpy(np.stack([training_mask(s, k) for s in scenes for k in range(masks)]))
+            grey = pixels.repeat_interleave(masks, 0) * ~holes[:, None]
+            z = encoded(vae, grey)
+            small = torch.nn.functional.interpolate(holes[:, None].half(), z.shape[-2:])
+            parts["masked"].append(z.view(len(scenes), masks, *z.shape[1:]))
+            parts["masks"].append(small.view(len(scenes), masks, *small.shape[1:]))
+    made = {name: torch.cat(values) for name, values in parts.items() if values}
     buffer = io.BytesIO()
-    torch.save(made, buffer)
+    torch.save({"key": key, **made}, buffer)
     write_atomic(cache, buffer.getvalue())
-    return SceneLatents(made["latents"].float(), made["ids"].long(), made["unsafe"])
+    return widened(made)
+
+
+def widened(parts: dict[str, Tensor]) -> SceneLatents:
+    """From the file's small types to those of training."""
+    wide = {torch.float16: torch.float32, torch.int16: torch.int64}
+    return SceneLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in parts.items()})
+
+
+def fingerprint(vae: Any) -> str:
+    """Which autoencoder made the latents: its scale and a digest of its encoder."""
+    digest = hashlib.sha256(repr(vae.config.scaling_factor).encode())
+    for value in vae.encoder.state_dict().values():
+        digest.update(value.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
+    """uint8 pictures as channels-last pixels in [−1, 1]."""
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return pixels.contiguous(memory_format=torch.channels_last)
+
+
+def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
+    """Scaled latents at the posterior's mode, in half precision."""
+    with torch.no_grad():
+        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
+    return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
 
 
 def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:

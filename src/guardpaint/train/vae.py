@@ -1,6 +1,6 @@
 """Train an autoencoder of the paper-doll world.
 
-guardpaint train vae --config configs/train/vae4.yaml --out runs/vae4 [--minutes 60]
+guardpaint train vae --config configs/train/vae4.yaml --out runs/vae4 [--minutes 60] [--warm runs/other/model]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from guardpaint.checkpoint import read_json, write_json
+from guardpaint.errors import BadCheckpoint
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, fit, load_config
 from guardpaint.world.render import render
@@ -23,6 +24,8 @@ from guardpaint.world.scene import sample_scene
 
 TRAIN_SEEDS, TEST_SEEDS = 10_000_000, 20_000_000
 """Scene seeds of training and of held-out data start here."""
+UNSEEN = 5_000_000
+"""A warm-started run trains on scenes this far on, which the first run has not seen."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class VaeConfig:
     kl: float = 1e-4
     edge: float = 0.5
     """Weight of the gradient-difference loss, which keeps edges sharp."""
+    chroma: float = 0.0
+    """Weight of the opponent-colour loss, which keeps a pink garment from turning into skin."""
+    contrast: float = 0.0
+    """How much more a pixel counts that stands out from its surroundings: figures over backdrops."""
 
 
 def build(config: VaeConfig, seed: int) -> Any:
@@ -71,10 +78,23 @@ def reconstruction(
     posterior = model.encode(images).latent_dist
     eps = torch.randn(posterior.mean.shape, generator=noise).to(posterior.mean)
     out = model.decode(posterior.mean + posterior.std * eps).sample
-    l1, mse = (out - images).abs().mean(), ((out - images) ** 2).mean()
+    gap, mse = out - images, ((out - images) ** 2).mean()
+    weight = salience(images, config.contrast)
+    l1 = (weight * gap.abs()).mean()
+    colour = (weight[:, 0] * (gap[:, 0] - gap[:, 1]).abs()).mean() + (
+        weight[:, 0] * (gap[:, 2] - (gap[:, 0] + gap[:, 1]) / 2).abs()
+    ).mean()
     edge = (out.diff(dim=-1) - images.diff(dim=-1)).abs().mean() + (out.diff(dim=-2) - images.diff(dim=-2)).abs().mean()
     kl = posterior.kl().mean() / posterior.mean[0].numel()
-    return {"loss": l1 + mse + config.edge * edge + config.kl * kl, "mse": mse, "kl": kl}
+    total = l1 + mse + config.edge * edge + config.chroma * colour + config.kl * kl
+    return {"loss": total, "mse": mse, "kl": kl, "chroma": colour}
+
+
+def salience(images: Float[Tensor, "b 3 h w"], contrast: float) -> Float[Tensor, "b 1 h w"]:
+    """Pixel weights of mean one, larger where a pixel differs from its wider surroundings."""
+    around = nn.functional.avg_pool2d(images, 25, 1, 12, count_include_pad=False)
+    weight = 1 + contrast * (images - around).abs().mean(1, keepdim=True)
+    return weight / weight.mean()
 
 
 def psnr(model: Any, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, " b"]:
@@ -84,11 +104,22 @@ def psnr(model: Any, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, " b"]:
     return -10 * torch.log10((((out - images) / 2) ** 2).mean((1, 2, 3)))
 
 
-def train(shape: VaeConfig, config: TrainConfig, out: Path, minutes: float | None, quiet: bool = False) -> Any:
-    held_out = scenes(TEST_SEEDS, 64)
+def train(
+    shape: VaeConfig,
+    config: TrainConfig,
+    out: Path,
+    minutes: float | None,
+    quiet: bool = False,
+    warm: Path | None = None,
+) -> Any:
+    """Train from scratch, or from the weights of an earlier autoencoder of the same shape."""
+    model = build(shape, config.seed)
+    if warm is not None:
+        model.load_state_dict(load_autoencoder(warm).state_dict())
+    held_out, first = scenes(TEST_SEEDS, 64), TRAIN_SEEDS + (0 if warm is None else UNSEEN)
 
     def batches(step: int) -> Tensor:
-        return scenes(TRAIN_SEEDS + step * config.batch_size, config.batch_size)
+        return scenes(first + step * config.batch_size, config.batch_size)
 
     def losses(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(int(images.abs().sum() * 1000) % (1 << 31))
@@ -104,32 +135,55 @@ def train(shape: VaeConfig, config: TrainConfig, out: Path, minutes: float | Non
         )
         print(f"{path.name}: {psnr(model, held_out).mean():.2f} dB on 64 held-out scenes", flush=True)
 
-    return fit(build(shape, config.seed), batches, losses, config, out, minutes=minutes, sample=sample, quiet=quiet)
+    return fit(model, batches, losses, config, out, minutes=minutes, sample=sample, quiet=quiet)
 
 
-def measure_scaling(model: Any, count: int = 256) -> tuple[float, list[float]]:
-    """1/std of the latents, and their channel means, over training scenes."""
-    with torch.no_grad():
-        z = torch.cat([model.encode(scenes(TRAIN_SEEDS + i * 32, 32)).latent_dist.mode() for i in range(count // 32)])
-    return float(1 / z.std()), z.mean((0, 2, 3)).tolist()
+@torch.no_grad()
+def latent_statistics(model: Any, count: int = 512) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
+    """Mean and deviation of every latent channel over training scenes."""
+    z = torch.cat([model.encode(scenes(TRAIN_SEEDS + i * 32, 32)).latent_dist.mode() for i in range(count // 32)])
+    return z.mean((0, 2, 3)), z.std((0, 2, 3))
 
 
-def run(config_file: Path, out: Path, minutes: float | None) -> None:
+@torch.no_grad()
+def normalise_latents(model: Any, mean: Float[Tensor, " c"], std: Float[Tensor, " c"]) -> None:
+    """Fold (z − mean)/std into the 1×1 convolutions around the latent: pictures stay, channels become comparable."""
+    c = len(mean)
+    into, back = model.quant_conv, model.post_quant_conv
+    into.weight[:c] /= std.view(-1, 1, 1, 1)
+    into.bias[:c] = (into.bias[:c] - mean) / std
+    into.bias[c:] -= 2 * std.log()
+    back.bias += (back.weight[:, :, 0, 0] * mean).sum(1)
+    back.weight *= std.view(1, -1, 1, 1)
+    model.register_to_config(scaling_factor=1.0, shift_factor=0.0)
+
+
+def load_autoencoder(path: Path) -> Any:
+    """A saved autoencoder, ready to encode: fp32, frozen, channels last."""
+    from diffusers import AutoencoderKL
+
+    try:
+        vae = AutoencoderKL.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadCheckpoint(f"{path}: not a saved autoencoder ({error})") from error
+    return vae.float().eval().requires_grad_(False).to(memory_format=torch.channels_last)
+
+
+def run(config_file: Path, out: Path, minutes: float | None, warm: Path | None = None) -> None:
     """Train from a config file; a finished run is measured and saved with its card."""
     model_shape, train_config = load_config(config_file, VaeConfig)
-    model = train(model_shape, train_config, out, minutes)
+    model = train(model_shape, train_config, out, minutes, warm=warm)
     step = read_json(out / "run.json")["step"]
     if step < train_config.steps:
         print(f"stopped at step {step} of {train_config.steps}; run the same command to go on")
         return
-    scale, _ = measure_scaling(model)
-    model.register_to_config(scaling_factor=scale, shift_factor=0.0)
+    normalise_latents(model, *latent_statistics(model))
     values = torch.cat([psnr(model, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
     half = 1.96 * float(values.std()) / len(values) ** 0.5
     mean = float(values.mean())
     model.half().save_pretrained(out / "model")
     card = {
-        "command": f"guardpaint train vae --config {config_file} --out {out.name}",
+        "command": f"guardpaint train vae --config {config_file} --out {out}" + (f" --warm {warm}" if warm else ""),
         "seed": train_config.seed,
         "steps": step,
         "minutes": read_json(out / "run.json")["minutes"],

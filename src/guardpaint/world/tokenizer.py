@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -36,6 +37,22 @@ def train_tokenizer(texts: Iterable[str], merges: int = 1000, length: int = 64) 
     learned = learn_merges(words, merges)
     vocab = {t: i for i, t in enumerate(dict.fromkeys([*letters, *("".join(m) for m in learned)]))}
     return CLIPTokenizer(vocab=vocab, merges=learned, model_max_length=length, pad_token=END)
+
+
+def train_t5_tokenizer(texts: Iterable[str], length: int = 64, least: int = 3) -> Any:
+    """A transformers T5Tokenizer: every word seen often enough is a piece, scored by frequency, over single letters."""
+    from transformers import T5Tokenizer
+
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(w for w in (word.strip(".,:;") for word in text.split()) if w)
+    total = sum(words.values())
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -8.0)]
+    pieces += [(chr(c), -12.0) for c in range(33, 127)]
+    pieces += [
+        (f"▁{w}", math.log(n / total)) for w, n in sorted(words.items(), key=lambda x: (-x[1], x[0])) if n >= least
+    ]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
 def learn_merges(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str, str]]:

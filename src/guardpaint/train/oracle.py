@@ -1,0 +1,151 @@
+"""Train the evaluation oracle on renders and on autoencoder round trips of its own scenes.
+
+guardpaint train oracle --config configs/train/oracle.yaml --vae assets/vae4 --vae assets/vae16 --out runs/oracle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from guardpaint.checkpoint import read_json, write_json
+from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
+from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.train.latents import pixels_of
+from guardpaint.train.vae import load_autoencoder
+from guardpaint.world.render import render
+from guardpaint.world.scene import sample_scene
+
+ORACLE_SEEDS = 40_000_000
+"""The oracle's own scenes: no other component trains on them."""
+HELD_OUT = 45_000_000
+ROUND_TRIPS = 0.5
+"""Share of a batch that passes through an autoencoder first."""
+
+
+def losses(net: nn.Module, batch: tuple[Tensor, Truth]) -> dict[str, Tensor]:
+    """Cross-entropies of category, pixels and attributes, and a soft Dice of the unsafe mask."""
+    images, want = batch
+    out = net(images)
+    f = nn.functional
+    category = f.cross_entropy(out["category"], want.category)
+    pixels = f.cross_entropy(out["pixels"], want.pixels, weight=torch.tensor([1.0, 2.0, 2.0]))
+    unsafe = 1 - out["pixels"].softmax(1)[:, 0]
+    inside = (want.pixels > 0).float()
+    overlap = 2 * (unsafe * inside).sum((1, 2)) + 1
+    dice = (1 - overlap / (unsafe.sum((1, 2)) + inside.sum((1, 2)) + 1)).mean()
+    choices = sum(f.cross_entropy(out[name], want.choices[name]) for name in CHOICES)
+    present = sum(f.binary_cross_entropy_with_logits(out[name], want.present[name]) for name in PRESENT)
+    total = category + pixels + 0.5 * dice + 0.3 * choices + 2.0 * present
+    return {"loss": total, "category": category, "pixels": pixels, "dice": dice}
+
+
+def disturbed(
+    images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator
+) -> Float[Tensor, "b 3 h w"]:
+    """Part of the batch through each autoencoder, with a little latent noise; then brightness and grain."""
+    out = images.clone()
+    share = int(len(images) * ROUND_TRIPS / max(1, len(vaes)))
+    with torch.no_grad():
+        for k, vae in enumerate(vaes):
+            rows = slice(k * share, (k + 1) * share)
+            z = vae.encode(out[rows]).latent_dist.mode()
+            strength = 0.25 * torch.rand((len(z), 1, 1, 1), generator=g)
+            out[rows] = vae.decode(z + strength * torch.randn(z.shape, generator=g)).sample.clamp(-1, 1)
+    gain = 1 + 0.06 * torch.randn((len(out), 3, 1, 1), generator=g)
+    grain = 0.04 * torch.rand((len(out), 1, 1, 1), generator=g) * torch.randn(out.shape, generator=g)
+    return (out * gain + grain).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+
+
+def labelled(first: int, count: int) -> tuple[Float[Tensor, "b 3 64 64"], Truth]:
+    scenes = [sample_scene(first + i) for i in range(count)]
+    drawn = [render(s) for s in scenes]
+    return pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn])
+
+
+def held_out_rows(oracle: Oracle, first: int, count: int, batch: int = 100) -> list[dict[str, Any]]:
+    """Category, mask overlap and attributes on scenes the oracle has not seen."""
+    rows: list[dict[str, Any]] = []
+    for start in range(first, first + count, batch):
+        images, want = labelled(start, batch)
+        verdicts = oracle.judge(images)
+        found, real = verdicts.mask > 0.5, want.pixels > 0
+        union = (found | real).sum((1, 2))
+        iou = (found & real).sum((1, 2)) / union.clamp(min=1)
+        for i, said in enumerate(verdicts.categories()):
+            scene = sample_scene(start + i)
+            right = verdicts.agrees(i, scene.attributes())
+            rows.append(
+                {
+                    "seed": start + i,
+                    "kind": scene.kind,
+                    "category": scene.category,
+                    "said": said,
+                    "iou": float(iou[i]) if scene.category != "safe" else None,
+                    **{f"right_{k}": v for k, v in right.items()},
+                }
+            )
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    overlaps = [r["iou"] for r in rows if r["iou"] is not None]
+    checks = [v for r in rows for k, v in r.items() if k.startswith("right_")]
+    return {
+        "accuracy": sum(r["said"] == r["category"] for r in rows) / len(rows),
+        "iou": sum(overlaps) / max(1, len(overlaps)),
+        "attributes": sum(checks) / len(checks),
+    }
+
+
+def train(
+    shape: OracleConfig, config: TrainConfig, vaes: Sequence[Any], out: Path, minutes: float | None, quiet: bool
+) -> OracleNet:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        net = OracleNet(shape)
+
+    def batches(step: int) -> tuple[Tensor, Truth]:
+        images, want = labelled(ORACLE_SEEDS + step * config.batch_size, config.batch_size)
+        g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        return disturbed(images, vaes, g), want
+
+    def sample(snapshot: nn.Module, path: Path) -> None:
+        assert isinstance(snapshot, OracleNet)
+        trained = snapshot.training
+        print(f"{path.stem}: {summary(held_out_rows(Oracle(snapshot), HELD_OUT, 400))}", flush=True)
+        snapshot.requires_grad_(True).train(trained)
+
+    fitted = fit(net, batches, losses, config, out, minutes=minutes, sample=sample, quiet=quiet)
+    assert isinstance(fitted, OracleNet)
+    return fitted
+
+
+def run(config_file: Path, vae_dirs: Sequence[Path], out: Path, minutes: float | None, quiet: bool = False) -> None:
+    """Train, measure on held-out renders, save with its card."""
+    shape, config = load_config(config_file, OracleConfig)
+    torch.set_num_threads(config.threads)
+    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet)
+    done = read_json(out / "run.json")
+    if done["step"] < config.steps:
+        print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+        return
+    oracle = Oracle(net)
+    oracle.save(out / "model")
+    found = summary(held_out_rows(oracle, HELD_OUT, 2000))
+    vaes = " ".join(f"--vae {v}" for v in vae_dirs)
+    card = {
+        "command": f"guardpaint train oracle --config {config_file} {vaes} --out {out}",
+        "seed": config.seed,
+        "steps": done["step"],
+        "minutes": done["minutes"],
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "metrics": {name: {"value": value, "n": 2000} for name, value in found.items()},
+    }
+    write_json(out / "model" / "card.json", card)
+    print(found)

@@ -1,0 +1,464 @@
+"""The base models of the paper-doll world: what each is made of, its loss, and the pipeline it becomes.
+
+A recipe owns its denoiser and the text encoders trained with it. `losses` follows the family's own objective
+(ε with min-SNR weights, or flow-matching velocity); text is encoded exactly as the family's pipeline does it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from guardpaint.draft.schedule import sd_scheduler
+from guardpaint.errors import BadConfig
+
+PIXELS = 64
+ZERO_TOKENS = 256
+"""Rows of zeros that StableDiffusion3Pipeline appends by default when it has no third text encoder."""
+LONG_TEXT = 512
+"""Text length of FluxPipeline unless `max_sequence_length` says otherwise."""
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Shape of a generator and of its text encoders."""
+
+    family: str = "sd"
+    channels: tuple[int, ...] = (64, 96, 128)
+    """UNet widths, full resolution first."""
+    layers: int = 5
+    """Transformer: joint layers."""
+    single_layers: int = 0
+    """Transformer (flux): single-stream layers after the joint ones."""
+    heads: int = 6
+    head_dim: int = 32
+    rope: tuple[int, ...] = (8, 12, 12)
+    """Transformer (flux): how the head's channels are shared among the three position axes."""
+    text_width: int = 96
+    text_layers: int = 2
+    tokens: int = 48
+    merges: int = 1000
+    scenes: int = 40_000
+    captions: int = 4
+    caption_drop: float = 0.10
+    min_snr: float = 5.0
+    long_text: float = 0.0
+    """Share of steps that see the padding which the family's pipeline adds by default."""
+
+    def __post_init__(self) -> None:
+        if self.family not in RECIPES:
+            raise BadConfig(f"family={self.family!r}: choose one of {', '.join(RECIPES)}")
+        if not 0 <= self.caption_drop < 1 or not 0 <= self.long_text <= 1:
+            raise BadConfig(f"caption_drop={self.caption_drop}, long_text={self.long_text}: shares within [0, 1)")
+        if self.family == "flux" and sum(self.rope) != self.head_dim:
+            raise BadConfig(f"rope={self.rope} must add up to head_dim={self.head_dim}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data, drawn from (seed, step) alone."""
+
+    z: Float[Tensor, "b c h w"]
+    eps: Float[Tensor, "b c h w"]
+    level: Float[Tensor, " b"]
+    """Stratified in [0, 1): the recipe turns it into a timestep or a σ."""
+    ids: Int[Tensor, "b l"]
+    other_ids: Int[Tensor, "b l"] | None
+    """The same captions in the family's second tokenizer."""
+    mask: Float[Tensor, "b 1 h w"] | None
+    masked: Float[Tensor, "b c h w"] | None
+    long: bool
+    """Use the family's default padding in this step."""
+
+
+class Recipe(nn.Module, ABC):
+    """A trainable base model."""
+
+    settings: dict[str, Any]
+    """What to call the finished pipeline with."""
+
+    @abstractmethod
+    def losses(self, batch: Batch) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        """The diffusers pipeline of these parts, progress bar off."""
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return self.losses(batch)
+
+    def adopt(self, pipe: Any) -> None:
+        """Take over from a finished pipeline what this recipe can use."""
+        raise BadConfig(f"{type(self).__name__} cannot start from {type(pipe).__name__}")
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        """Parts that are used but not trained."""
+        return ()
+
+
+def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " b"]:
+    """min(SNR, γ)/SNR for ε-prediction (SPEC §4)."""
+    snr = alpha / (1 - alpha)
+    return snr.clamp(max=gamma) / snr
+
+
+def logit_normal(level: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """σ whose logit is standard normal, from a uniform number."""
+    return torch.sigmoid(torch.special.ndtri(level.clamp(1e-4, 1 - 1e-4)))
+
+
+def clip_text(config: GeneratorConfig, vocab: int, *, projection: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    shape = CLIPTextConfig(
+        vocab_size=vocab,
+        hidden_size=config.text_width,
+        intermediate_size=4 * config.text_width,
+        num_hidden_layers=config.text_layers,
+        num_attention_heads=4,
+        max_position_embeddings=config.tokens,
+        projection_dim=config.text_width,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return CLIPTextModelWithProjection(shape) if projection else CLIPTextModel(shape)
+
+
+def t5_text(config: GeneratorConfig, vocab: int) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=vocab,
+            d_model=config.text_width,
+            d_kv=config.text_width // 4,
+            d_ff=2 * config.text_width,
+            num_layers=config.text_layers,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
+        )
+    )
+
+
+def unet(config: GeneratorConfig, latent_channels: int, size: int, in_channels: int, text: int, **extra: Any) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=size,
+        in_channels=in_channels,
+        out_channels=latent_channels,
+        block_out_channels=tuple(config.channels),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=text,
+        attention_head_dim=16,
+        norm_num_groups=16,
+        **extra,
+    )
+
+
+class Sd(Recipe):
+    """StableDiffusionPipeline: ε-prediction, one CLIP text encoder."""
+
+    settings = {"num_inference_steps": 25, "guidance_scale": 4.0}
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__()
+        self.gamma = config.min_snr
+        self.unet = unet(config, channels, size, channels, config.text_width)
+        self.text = clip_text(config, vocab, projection=False)
+        self.register_buffer("alphas", sd_scheduler().alphas_cumprod, persistent=False)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        t, noisy = self.noised(batch)
+        out = self.unet(noisy, t, encoder_hidden_states=self.text(batch.ids).last_hidden_state).sample
+        return self.weighted(out, batch, t)
+
+    def noised(self, batch: Batch) -> tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"]]:
+        t = (batch.level * len(self.alphas)).long()
+        alpha = self.alphas[t].view(-1, 1, 1, 1)
+        return t, (alpha.sqrt() * batch.z + (1 - alpha).sqrt() * batch.eps).contiguous(
+            memory_format=torch.channels_last
+        )
+
+    def weighted(self, out: Tensor, batch: Batch, t: Tensor) -> dict[str, Tensor]:
+        error = ((out - batch.eps) ** 2).mean((1, 2, 3))
+        return {"loss": (min_snr_weight(self.alphas[t], self.gamma) * error).mean(), "mse": error.mean()}
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        from diffusers import StableDiffusionPipeline
+
+        return quiet(
+            StableDiffusionPipeline(
+                vae=vae,
+                text_encoder=self.text,
+                tokenizer=tokenizer,
+                unet=self.unet,
+                scheduler=sd_scheduler(),
+                safety_checker=None,
+                feature_extractor=None,
+                requires_safety_checker=False,
+            )
+        )
+
+
+class Inpaint(Sd):
+    """StableDiffusionInpaintPipeline: nine channels, starting from a finished mini-sd and sharing its text encoder."""
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__(config, vocab, other_vocab, channels, size)
+        self.unet = unet(config, channels, size, 2 * channels + 1, config.text_width)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        if batch.mask is None or batch.masked is None:
+            raise BadConfig("an inpainter trains on masked scenes: encode them with masks")
+        t, noisy = self.noised(batch)
+        states = self.text(batch.ids).last_hidden_state
+        both = torch.cat([noisy, batch.mask, batch.masked], 1).contiguous(memory_format=torch.channels_last)
+        return self.weighted(self.unet(both, t, encoder_hidden_states=states).sample, batch, t)
+
+    def adopt(self, pipe: Any) -> None:
+        """The same network, with untouched weights for the new channels at zero."""
+        state = pipe.unet.float().state_dict()
+        old = state["conv_in.weight"]
+        wide = torch.zeros_like(self.unet.conv_in.weight)
+        wide[:, : old.shape[1]] = old
+        self.unet.load_state_dict({**state, "conv_in.weight": wide})
+        self.text.load_state_dict(pipe.text_encoder.float().state_dict())
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return (self.text,)
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        from diffusers import StableDiffusionInpaintPipeline
+
+        return quiet(
+            StableDiffusionInpaintPipeline(
+                vae=vae,
+                text_encoder=self.text,
+                tokenizer=tokenizer,
+                unet=self.unet,
+                scheduler=sd_scheduler(),
+                safety_checker=None,
+                feature_extractor=None,
+                requires_safety_checker=False,
+            )
+        )
+
+
+class Sdxl(Sd):
+    """StableDiffusionXLPipeline: two text encoders, pooled text and size ids."""
+
+    TIME_WIDTH = 16
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__(config, vocab, other_vocab, channels, size)
+        self.unet = unet(
+            config,
+            channels,
+            size,
+            channels,
+            2 * config.text_width,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=self.TIME_WIDTH,
+            projection_class_embeddings_input_dim=config.text_width + 6 * self.TIME_WIDTH,
+        )
+        self.text2 = clip_text(config, vocab, projection=True)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        t, noisy = self.noised(batch)
+        first, second = (e(batch.ids, output_hidden_states=True) for e in (self.text, self.text2))
+        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        sizes = torch.tensor([[PIXELS, PIXELS, 0, 0, PIXELS, PIXELS]], dtype=states.dtype).repeat(len(states), 1)
+        extra = {"text_embeds": second.text_embeds, "time_ids": sizes}
+        out = self.unet(noisy, t, encoder_hidden_states=states, added_cond_kwargs=extra).sample
+        return self.weighted(out, batch, t)
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        from diffusers import StableDiffusionXLPipeline
+
+        return quiet(
+            StableDiffusionXLPipeline(
+                vae=vae,
+                text_encoder=self.text,
+                text_encoder_2=self.text2,
+                tokenizer=tokenizer,
+                tokenizer_2=tokenizer,
+                unet=self.unet,
+                scheduler=sd_scheduler(),
+                force_zeros_for_empty_prompt=False,
+                add_watermarker=False,
+            )
+        )
+
+
+class Sd3(Recipe):
+    """StableDiffusion3Pipeline: joint transformer, flow matching, two CLIP encoders and no third."""
+
+    settings = {"num_inference_steps": 25, "guidance_scale": 4.0, "max_sequence_length": 0}
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__()
+        from diffusers import SD3Transformer2DModel
+
+        self.transformer = SD3Transformer2DModel(
+            sample_size=size,
+            patch_size=2,
+            in_channels=channels,
+            out_channels=channels,
+            num_layers=config.layers,
+            attention_head_dim=config.head_dim,
+            num_attention_heads=config.heads,
+            joint_attention_dim=2 * config.text_width,
+            caption_projection_dim=config.heads * config.head_dim,
+            pooled_projection_dim=2 * config.text_width,
+            pos_embed_max_size=size // 2,
+            qk_norm="rms_norm",
+        )
+        self.text = clip_text(config, vocab, projection=True)
+        self.text2 = clip_text(config, vocab, projection=True)
+
+    def encode(self, ids: Int[Tensor, "b l"], zeros: int) -> tuple[Tensor, Tensor]:
+        first, second = (e(ids, output_hidden_states=True) for e in (self.text, self.text2))
+        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        states = torch.cat([states, states.new_zeros(len(ids), zeros, states.shape[-1])], 1)
+        return states, torch.cat([first.text_embeds, second.text_embeds], -1)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        sigma = logit_normal(batch.level)
+        wide = sigma.view(-1, 1, 1, 1)
+        states, pooled = self.encode(batch.ids, ZERO_TOKENS if batch.long else 0)
+        out = self.transformer(
+            (1 - wide) * batch.z + wide * batch.eps,
+            encoder_hidden_states=states,
+            pooled_projections=pooled,
+            timestep=sigma * 1000,
+        ).sample
+        return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+        return quiet(
+            StableDiffusion3Pipeline(
+                transformer=self.transformer,
+                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+                vae=vae,
+                text_encoder=self.text,
+                tokenizer=tokenizer,
+                text_encoder_2=self.text2,
+                tokenizer_2=tokenizer,
+                text_encoder_3=None,
+                tokenizer_3=None,
+            )
+        )
+
+
+class Flux(Recipe):
+    """FluxPipeline: packed latents, pooled CLIP and T5 states, guidance as an input.
+
+    Trained first at guidance 1 with dropped captions; `train distil` then teaches it what other guidance values mean.
+    """
+
+    settings = {
+        "num_inference_steps": 25,
+        "guidance_scale": 4.0,
+        "max_sequence_length": 48,
+        "height": PIXELS,
+        "width": PIXELS,
+    }
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__()
+        from diffusers import FluxTransformer2DModel
+
+        self.pad = 0
+        self.transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4 * channels,
+            num_layers=config.layers,
+            num_single_layers=config.single_layers,
+            attention_head_dim=config.head_dim,
+            num_attention_heads=config.heads,
+            joint_attention_dim=config.text_width,
+            pooled_projection_dim=config.text_width,
+            guidance_embeds=True,
+            axes_dims_rope=tuple(config.rope),
+        )
+        self.text = clip_text(config, vocab, projection=False)
+        self.text2 = t5_text(config, other_vocab)
+
+    def predict(
+        self,
+        z: Float[Tensor, "b c h w"],
+        sigma: Float[Tensor, " b"],
+        ids: Int[Tensor, "b l"],
+        other_ids: Int[Tensor, "b m"],
+        guidance: Float[Tensor, " b"],
+    ) -> Float[Tensor, "b c h w"]:
+        """Velocity on unpacked latents."""
+        from diffusers import FluxPipeline
+
+        b, c, h, w = z.shape
+        states = self.text2(other_ids)[0]
+        out = self.transformer(
+            hidden_states=FluxPipeline._pack_latents(z, b, c, h, w),
+            timestep=sigma,
+            guidance=guidance,
+            pooled_projections=self.text(ids).pooler_output,
+            encoder_hidden_states=states,
+            txt_ids=torch.zeros(states.shape[1], 3),
+            img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, z.device, z.dtype),
+        ).sample
+        return out.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(b, c, h, w)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        if batch.other_ids is None:
+            raise BadConfig("mini-flux needs its captions in both tokenizers")
+        sigma = logit_normal(batch.level)
+        wide = sigma.view(-1, 1, 1, 1)
+        other = batch.other_ids
+        if batch.long:
+            other = nn.functional.pad(other, (0, LONG_TEXT - other.shape[1]), value=self.pad)
+        ones = torch.ones_like(sigma)
+        out = self.predict((1 - wide) * batch.z + wide * batch.eps, sigma, batch.ids, other, ones)
+        return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+        return quiet(
+            FluxPipeline(
+                transformer=self.transformer,
+                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+                vae=vae,
+                text_encoder=self.text,
+                tokenizer=tokenizer,
+                text_encoder_2=self.text2,
+                tokenizer_2=other_tokenizer,
+            )
+        )
+
+
+def quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+RECIPES: dict[str, Callable[..., Recipe]] = {"sd": Sd, "inpaint": Inpaint, "sdxl": Sdxl, "sd3": Sd3, "flux": Flux}
+
+
+def build(config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int, seed: int) -> Recipe:
+    """A random-initialised recipe, by seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return RECIPES[config.family](config, vocab, other_vocab, channels, size)
