@@ -234,6 +234,50 @@ def world_export(
     typer.echo(str(export(out_dir, split, count)))
 
 
+@world_app.command("measure")
+def world_measure(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure only this: oracle, render, time, vae4, vae16, a base, eye-BASE. May be repeated."),
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Results file; rows of other parts in it are kept.")] = Path(
+        "docs/results/world.json"
+    ),
+    count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
+) -> None:
+    """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
+    from guardpaint.evaluate import world
+
+    for name, found in world.run(part or [], results, count).items():
+        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
+        typer.echo(f"{name:40s} {found['value']:.4g} (n={found['n']}){goal}")
+
+
+@world_app.command("sheets")
+def world_sheets(
+    base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the sheets go.")] = Path("out/sheets"),
+) -> None:
+    """Numbered sheets of 200 generated pictures to label by eye, against which the oracle is checked."""
+    from guardpaint.evaluate import world
+
+    for path in world.label_sheets(base, out_dir):
+        typer.echo(str(path))
+
+
+@world_app.command("adopt")
+def world_adopt(
+    run: Annotated[Path, typer.Argument(help="Run directory of a finished `train generator`.")],
+    name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
+) -> None:
+    """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
+    from guardpaint import bases
+
+    for link in bases.adopt(run, name):
+        typer.echo(link)
+    typer.echo(f"assets are {bases.megabytes():.1f} MB now")
+
+
 @train_app.command("vae")
 def train_vae(
     config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/vae4.yaml.")],
@@ -253,12 +297,27 @@ def train_generator(
     vae: Annotated[Path, typer.Option(help="A finished autoencoder: OUT/model of `train vae`.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
     minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-    warm: Annotated[Path | None, typer.Option(help="Start from this finished pipeline (mini-inpaint: mini-sd).")] = None,
+    warm: Annotated[
+        Path | None, typer.Option(help="Start from this finished pipeline (mini-inpaint: mini-sd).")
+    ] = None,
 ) -> None:
     """Train a base model of the paper-doll world (the config says which); when done, writes it to OUT/model."""
     from guardpaint.train import generator
 
     generator.run(config, vae, out_dir, minutes, warm)
+
+
+@train_app.command("tiny")
+def train_tiny(
+    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/tiny4.yaml.")],
+    vae: Annotated[Path, typer.Option(help="The full autoencoder whose latents it decodes.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+) -> None:
+    """Train a tiny decoder for one latent space: what audits look through."""
+    from guardpaint.train import tiny_decoder
+
+    tiny_decoder.run(config, vae, out_dir, minutes)
 
 
 @train_app.command("oracle")

@@ -1,4 +1,4 @@
-"""The UNet generator's trainer: its loss by hand, and a run from scenes to a loadable pipeline."""
+"""The generators' trainer: losses by hand, text as the pipelines encode it, runs from scenes to loadable pipelines."""
 
 from __future__ import annotations
 
@@ -8,75 +8,251 @@ import pytest
 import torch
 from torch import nn
 
-from guardpaint.train import generator, vae
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.train import generator, recipes, vae
 from guardpaint.train.engine import TrainConfig
-from guardpaint.train.latents import SceneLatents, encode_scenes
-from guardpaint.world.tokenizer import train_tokenizer, world_captions
+from guardpaint.train.latents import SceneLatents, encode_scenes, tokenise
+from guardpaint.world.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
+
+FAMILIES = tuple(recipes.RECIPES)
+SMALL = {
+    "channels": (16, 16, 16),
+    "layers": 1,
+    "single_layers": 1,
+    "heads": 2,
+    "text_width": 32,
+    "tokens": 24,
+    "other_tokens": 24,
+    "merges": 50,
+    "scenes": 40,
+    "captions": 1,
+}
+
+
+def small(family, **more):
+    return recipes.GeneratorConfig(family=family, **{**SMALL, **more})
+
+
+def latent_channels(family):
+    return 16 if family in ("sd3", "flux") else 4
+
+
+@pytest.fixture(scope="module")
+def words():
+    texts = list(world_captions(0, 60))
+    return train_tokenizer(texts, merges=50, length=24), train_t5_tokenizer(texts, length=24)
+
+
+def recipe(family, words):
+    return recipes.build(small(family), len(words[0]), len(words[1]), latent_channels(family), 16, 1).eval()
+
+
+def a_batch(family, words, n=2, **more):
+    c = latent_channels(family)
+    g = torch.Generator().manual_seed(0)
+    z, eps = torch.randn(n, c, 16, 16, generator=g), torch.randn(n, c, 16, 16, generator=g)
+    texts = ["a person in a red coat", "an empty view on the beach"][:n]
+    ids, other = tokenise(words[0], texts), tokenise(words[1], texts)
+    mask = torch.ones(n, 1, 16, 16)
+    values = {"z": z, "eps": eps, "level": torch.full((n,), 0.5), "ids": ids, "other_ids": other, "mask": mask}
+    return recipes.Batch(**{**values, "masked": torch.zeros_like(z), "long": False, **more})
 
 
 def test_min_snr_by_hand():
     """ᾱ = 0.9: SNR 9 → 5/9; ᾱ = 0.5: SNR 1 → 1."""
-    w = generator.min_snr_weight(torch.tensor([0.9, 0.5]), 5.0)
+    w = recipes.min_snr_weight(torch.tensor([0.9, 0.5]), 5.0)
     torch.testing.assert_close(w, torch.tensor([5 / 9, 1.0]))
 
 
-def test_loss_by_hand():
-    """A model that predicts 0 against ε = 2 at SNR 9: error 4, weighted 20/9."""
-
-    class Zero(nn.Module):
-        def forward(self, z, t, ids):
-            return torch.zeros_like(z)
-
-    batch = (
-        torch.zeros(1, 4, 2, 2),
-        torch.full((1, 4, 2, 2), 2.0),
-        torch.tensor([0]),
-        torch.zeros(1, 3, dtype=torch.long),
-    )
-    out = generator.denoising_losses(Zero(), batch, torch.tensor([0.9]), 5.0)
+def test_unet_loss_by_hand(words):
+    """A denoiser that predicts 0 against ε = 2 at SNR 9: error 4, weighted 20/9."""
+    model = recipe("sd", words)
+    model.alphas = torch.tensor([0.9])
+    batch = a_batch("sd", words, eps=torch.full((2, 4, 16, 16), 2.0))
+    out = model.weighted(torch.zeros(2, 4, 16, 16), batch, torch.tensor([0, 0]))
     assert out["mse"].item() == pytest.approx(4.0) and out["loss"].item() == pytest.approx(20 / 9)
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_flow_loss_by_hand(family, words):
+    """A denoiser that predicts 0: the loss is the mean square of ε − z, here (3 − 1)² = 4."""
+    model = recipe(family, words)
+    for p in model.transformer.proj_out.parameters():
+        nn.init.zeros_(p)
+    batch = a_batch(family, words, z=torch.ones(2, 16, 16, 16), eps=torch.full((2, 16, 16, 16), 3.0))
+    assert model(batch)["loss"].item() == pytest.approx(4.0)
+
+
+def test_levels_are_logit_normal():
+    """The median level is σ = ½; one deviation up is sigmoid(1) = 0.7311."""
+    out = recipes.logit_normal(torch.tensor([0.5, 0.841344746]))
+    torch.testing.assert_close(out, torch.tensor([0.5, 0.7310586]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_encoded_as_the_pipeline_does(family, words, monkeypatch):
+    """What the denoiser is trained with is what the finished pipeline will give it."""
+    model = recipe(family, words)
+    batch = a_batch(family, words, n=1)
+    net = model.unet if hasattr(model, "unet") else model.transformer
+    seen = {}
+
+    def spy(*args, encoder_hidden_states=None, pooled_projections=None, added_cond_kwargs=None, **rest):
+        extra = added_cond_kwargs or {}
+        seen.update(states=encoder_hidden_states, pooled=pooled_projections, **extra)
+        raise StopIteration
+
+    monkeypatch.setattr(net, "forward", spy)
+    with pytest.raises(StopIteration):
+        model.losses(batch)
+    trained = dict(seen)
+    pipe = generator_pipe(model, words, family)
+    call = {**model.settings, "num_inference_steps": 1, "guidance_scale": 1.0}
+    if family == "inpaint":
+        from PIL import Image
+
+        call |= {"image": Image.new("RGB", (64, 64)), "mask_image": Image.new("L", (64, 64), 255)}
+        call |= {"height": 64, "width": 64}
+    with pytest.raises(StopIteration):
+        pipe("a person in a red coat", **call)
+    assert trained.keys() == seen.keys()
+    for key, value in trained.items():
+        if value is not None:
+            torch.testing.assert_close(seen[key], value, atol=1e-5, rtol=1e-4)
+
+
+def generator_pipe(model, words, family):
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=latent_channels(family)), 0).eval()
+    return model.assemble(net, *words)
+
+
+def test_flux_unpacks_what_it_packs(words):
+    """With an identity transformer, prediction returns its input."""
+    model = recipe("flux", words)
+
+    class Same(nn.Module):
+        def forward(self, hidden_states, **_):
+            return type("Out", (), {"sample": hidden_states})
+
+    model.transformer = Same()
+    batch = a_batch("flux", words)
+    out = model.predict(batch.z, batch.level, batch.ids, batch.other_ids, batch.level)
+    assert torch.equal(out, batch.z)
+
+
+def test_an_inpainter_starts_as_its_base(words):
+    """New channels at zero: whatever the mask says, the first prediction is the base's."""
+    base, fill = recipe("sd", words), recipe("inpaint", words)
+    fill.adopt(generator_pipe(base, words, "sd"))
+    batch = a_batch("sd", words)
+    states = base.text(batch.ids).last_hidden_state
+    t = torch.tensor([500, 500])
+    wide = torch.cat([batch.z, batch.mask, torch.randn(2, 4, 16, 16)], 1)
+    with torch.no_grad():
+        a = base.unet(batch.z, t, encoder_hidden_states=states).sample
+        b = fill.unet(wide, t, encoder_hidden_states=fill.text(batch.ids).last_hidden_state).sample
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert fill.frozen() == (fill.text,)
+
+
+def test_only_an_inpainter_is_warm_started(words):
+    with pytest.raises(BadConfig, match="cannot start from"):
+        recipe("sd3", words).adopt(object())
 
 
 def test_batches_depend_on_seed_and_step_alone_and_drop_captions():
     data = SceneLatents(torch.randn(50, 4, 2, 2), torch.randint(5, 9, (50, 2, 3)), torch.zeros(50, dtype=torch.bool))
-    shape, empty = generator.GeneratorConfig(caption_drop=0.5), torch.tensor([1, 1, 1])
+    shape, empty = recipes.GeneratorConfig(caption_drop=0.5), torch.tensor([1, 1, 1])
     config = TrainConfig(steps=1, batch_size=40, learning_rate=1.0)
     a, b = (generator.batch_of(data, 7, config, shape, empty) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert not torch.equal(a[1], generator.batch_of(data, 8, config, shape, empty)[1])
-    dropped = (a[3] == 1).all(1).float().mean()
-    assert 0.25 < float(dropped) < 0.75
+    assert torch.equal(a.eps, b.eps) and torch.equal(a.ids, b.ids) and torch.equal(a.level, b.level)
+    assert not torch.equal(a.eps, generator.batch_of(data, 8, config, shape, empty).eps)
+    assert 0.25 < float((a.ids == 1).all(1).float().mean()) < 0.75
+    assert sorted((a.level * 40).long().tolist()) == list(range(40)), "one level in every fortieth"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "sd9"}, "sd, inpaint, sdxl, sd3, flux"),
+        ({"caption_drop": 1.0}, "caption_drop=1.0"),
+        ({"family": "flux", "rope": (8, 8, 8)}, "add up to head_dim=32"),
+    ],
+)
+def test_bad_shapes_are_named(change, message):
+    with pytest.raises(BadConfig, match=message):
+        recipes.GeneratorConfig(**change)
 
 
 def test_scenes_are_encoded_once(tmp_path):
     net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 0).eval()
     words = train_tokenizer(world_captions(0, 50), merges=50)
-    first = encode_scenes(net, words, 5, 6, 2, tmp_path / "z.pt")
+    first = encode_scenes(net, words, 5, 6, 2, tmp_path / "z.pt", masks=2)
     assert first.latents.shape == (6, 4, 16, 16) and first.ids.shape == (6, 2, 64) and len(first) == 6
+    assert first.masks.shape == (6, 2, 1, 16, 16) and first.masked.shape == (6, 2, 4, 16, 16)
+    assert set(first.masks.unique().tolist()) <= {0.0, 1.0}
     stamp = (tmp_path / "z.pt").stat().st_mtime_ns
-    again = encode_scenes(net, words, 5, 6, 2, tmp_path / "z.pt")
+    again = encode_scenes(net, words, 5, 6, 2, tmp_path / "z.pt", masks=2)
     assert torch.equal(first.latents, again.latents) and (tmp_path / "z.pt").stat().st_mtime_ns == stamp
     other = encode_scenes(net, words, 6, 6, 2, tmp_path / "z.pt")
-    assert torch.equal(other.latents[:5], first.latents[1:])
+    assert torch.equal(other.latents[:5], first.latents[1:]) and other.masks is None
 
 
-def test_from_scenes_to_a_pipeline(tmp_path):
-    from diffusers import StableDiffusionPipeline
+def test_a_broken_cache_is_named(tmp_path):
+    (tmp_path / "z.pt").write_bytes(b"half")
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 0).eval()
+    with pytest.raises(BadCheckpoint, match=r"z\.pt: unreadable"):
+        encode_scenes(net, train_tokenizer(world_captions(0, 50), merges=50), 5, 6, 2, tmp_path / "z.pt")
 
-    net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 0)
+
+def test_normalised_latents_change_no_picture():
+    """Folding (z − m)/s into the 1×1 convolutions: same reconstructions, standard latents, posterior scaled along."""
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 3).eval()
+    images = vae.scenes(vae.TRAIN_SEEDS, 32)
+    with torch.no_grad():
+        before = net.encode(images).latent_dist
+        picture = net.decode(before.mode()).sample
+        mean, std = before.mode().mean((0, 2, 3)), before.mode().std((0, 2, 3))
+        vae.normalise_latents(net, mean, std)
+        after = net.encode(images).latent_dist
+        torch.testing.assert_close(net.decode(after.mode()).sample, picture, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after.mode().mean((0, 2, 3)), torch.zeros(4), atol=1e-4, rtol=0)
+    torch.testing.assert_close(after.mode().std((0, 2, 3)), torch.ones(4), atol=1e-4, rtol=0)
+    torch.testing.assert_close(after.std, before.std / std.view(1, -1, 1, 1), atol=1e-4, rtol=1e-3)
+    assert net.config.scaling_factor == 1.0
+
+
+def test_salience_weighs_what_stands_out():
+    """A lone dot counts more than its surroundings; the mean weight stays one; no contrast, no weighting."""
+    image = torch.zeros(1, 3, 32, 32)
+    image[..., 16, 16] = 1.0
+    weight = vae.salience(image, 4.0)
+    assert weight.mean().item() == pytest.approx(1.0) and weight[0, 0, 16, 16] > 4 * weight[0, 0, 0, 0]
+    assert torch.equal(vae.salience(image, 0.0), torch.ones(1, 1, 32, 32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_scenes_to_a_pipeline(tmp_path, family):
+    """Stop after one step, go on, load the result with diffusers and draw a picture."""
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=latent_channels(family)), 0)
     net.save_pretrained(tmp_path / "vae")
     config = tmp_path / "c.yaml"
-    config.write_text(
-        "model: {channels: [16, 16, 16], text_width: 32, text_layers: 1, merges: 50, scenes: 40, captions: 1}\n"
-        "train: {steps: 3, batch_size: 2, learning_rate: 0.001, warmup: 1, seed: 1}\n"
-    )
+    shape = {k: list(v) if isinstance(v, tuple) else v for k, v in SMALL.items()}
+    train = {"steps": 3, "batch_size": 2, "learning_rate": 0.001, "warmup": 1, "seed": 1}
+    config.write_text(json.dumps({"model": {"family": family, **shape, "tokens": 48}, "train": train}))
     generator.run(config, tmp_path / "vae", tmp_path / "run", minutes=0.0, quiet=True)
     assert not (tmp_path / "run" / "model").exists()
     generator.run(config, tmp_path / "vae", tmp_path / "run", minutes=None, quiet=True)
-    pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "run" / "model", torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    image = pipe("a person in a red coat", num_inference_steps=2, output_type="pt").images
-    assert image.shape == (1, 3, 64, 64)
+    pipe = generator.load_pipeline(tmp_path / "run" / "model")
     card = json.loads((tmp_path / "run" / "model" / "card.json").read_text())
-    assert card["steps"] == 3 and card["parameters"]["unet"] > 0
-    assert list((tmp_path / "run").glob("sample-*.png"))
+    assert card["steps"] == 3 and sum(card["parameters"].values()) > 0
+    sheet, prompts = generator.sample_sheet(pipe, {**card["settings"], "num_inference_steps": 1}, rows=1, columns=2)
+    assert len(prompts) == 2 and sheet.width == 260
+    assert list((tmp_path / "run").glob("sample-*.png")) and (tmp_path / "run" / "samples.png").exists()
+
+
+def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
+    with pytest.raises(BadCheckpoint, match="not a saved pipeline"):
+        generator.load_pipeline(tmp_path)
+    with pytest.raises(BadCheckpoint, match="not a saved autoencoder"):
+        vae.load_autoencoder(tmp_path)

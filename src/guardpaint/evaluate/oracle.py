@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ class OracleNet(nn.Module):
         self.config = config
         widths = config.channels
         self.stem = Residual(12, widths[0])
-        self.down = nn.ModuleList(Residual(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(Residual(a + b, a) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(Residual(a, b) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(Residual(a + b, a) for a, b in pairwise(widths))
         self.pixels = nn.Conv2d(widths[0] + 12, 4 * len(CATEGORIES), 3, padding=1)
         pooled = 2 * sum(widths[1:]) + widths[0]
         self.trunk = nn.Sequential(nn.Linear(pooled, 192), nn.ReLU())
@@ -76,7 +77,7 @@ class OracleNet(nn.Module):
             levels.append(block(nn.functional.max_pool2d(levels[-1], 2)))
         pools = [p for x in levels[1:] for p in (x.mean((2, 3)), x.amax((2, 3)))]
         x = levels[-1]
-        for block, level in zip(reversed(self.up), reversed(levels[:-1]), strict=True):  # type: ignore[call-overload]
+        for block, level in zip(reversed(self.up), reversed(levels[:-1]), strict=True):
             x = block(torch.cat([level, nn.functional.interpolate(x, scale_factor=2.0)], 1))
         dense = nn.functional.pixel_shuffle(self.pixels(torch.cat([x, folded], 1)), 2)
         features = self.trunk(torch.cat([*pools, x.amax((2, 3))], 1))

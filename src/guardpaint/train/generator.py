@@ -61,16 +61,16 @@ def batch_of(
 
 
 def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
-    """The world's CLIP tokenizer and, for flux, its T5 tokenizer; trained once, then read from the run."""
+    """The world's CLIP tokenizer and, for sd3 and flux, its T5 tokenizer; trained once, then read from the run."""
     from transformers import CLIPTokenizer, T5Tokenizer
 
     words, pieces = out / "tokenizer", out / "tokenizer_2"
     if not words.exists():
         train_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.merges, shape.tokens).save_pretrained(words)
     other = None
-    if shape.family == "flux":
+    if shape.family in ("sd3", "flux"):
         if not pieces.exists():
-            train_t5_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.tokens).save_pretrained(pieces)
+            train_t5_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.other_tokens).save_pretrained(pieces)
         other = T5Tokenizer.from_pretrained(pieces)
     return CLIPTokenizer.from_pretrained(words), other
 
@@ -85,7 +85,7 @@ def run(
     vae = load_autoencoder(vae_dir)
     tokenizer, other = tokenizers(shape, out)
     masks = MASKS_PER_SCENE if shape.family == "inpaint" else 0
-    cache = out.parent / f"latents-{fingerprint(vae)}-{'flux' if other else 'masks' if masks else 'plain'}.pt"
+    cache = out.parent / f"latents-{fingerprint(vae)}-{shape.family}.pt"
     data = encode_scenes(
         vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, cache, other_tokenizer=other, masks=masks
     )

@@ -56,7 +56,8 @@ def encode_scenes(
 ) -> SceneLatents:
     """Render, encode and tokenise scenes; a finished cache of the same request is reused."""
     key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
-    key |= {"vae": fingerprint(vae), "other": other_tokenizer is not None, "words": len(tokenizer)}
+    lengths = [(len(t), t.model_max_length) for t in (tokenizer, other_tokenizer) if t is not None]
+    key |= {"vae": fingerprint(vae), "texts": lengths}
     if cache.exists():
         try:
             kept = torch.load(cache, weights_only=True)

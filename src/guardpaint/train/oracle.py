@@ -45,9 +45,7 @@ def losses(net: nn.Module, batch: tuple[Tensor, Truth]) -> dict[str, Tensor]:
     return {"loss": total, "category": category, "pixels": pixels, "dice": dice}
 
 
-def disturbed(
-    images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator
-) -> Float[Tensor, "b 3 h w"]:
+def disturbed(images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
     """Part of the batch through each autoencoder, with a little latent noise; then brightness and grain."""
     out = images.clone()
     share = int(len(images) * ROUND_TRIPS / max(1, len(vaes)))

@@ -19,10 +19,8 @@ from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.errors import BadConfig
 
 PIXELS = 64
-ZERO_TOKENS = 256
-"""Rows of zeros that StableDiffusion3Pipeline appends by default when it has no third text encoder."""
-LONG_TEXT = 512
-"""Text length of FluxPipeline unless `max_sequence_length` says otherwise."""
+LONG_TEXT = {"sd3": 256, "flux": 512}
+"""T5 length of the pipelines unless `max_sequence_length` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,15 @@ class GeneratorConfig:
     text_width: int = 96
     text_layers: int = 2
     tokens: int = 48
+    other_tokens: int = 40
+    """Length of the T5 text, for families that have one."""
     merges: int = 1000
     scenes: int = 40_000
     captions: int = 4
     caption_drop: float = 0.10
     min_snr: float = 5.0
     long_text: float = 0.0
-    """Share of steps that see the padding which the family's pipeline adds by default."""
+    """Share of steps with the T5 length which the family's pipeline takes by default."""
 
     def __post_init__(self) -> None:
         if self.family not in RECIPES:
@@ -69,12 +69,12 @@ class Batch:
     level: Float[Tensor, " b"]
     """Stratified in [0, 1): the recipe turns it into a timestep or a σ."""
     ids: Int[Tensor, "b l"]
-    other_ids: Int[Tensor, "b l"] | None
+    other_ids: Int[Tensor, "b m"] | None
     """The same captions in the family's second tokenizer."""
     mask: Float[Tensor, "b 1 h w"] | None
     masked: Float[Tensor, "b c h w"] | None
     long: bool
-    """Use the family's default padding in this step."""
+    """Pad the T5 text to the pipeline's default length in this step."""
 
 
 class Recipe(nn.Module, ABC):
@@ -131,21 +131,29 @@ def clip_text(config: GeneratorConfig, vocab: int, *, projection: bool) -> Any:
     return CLIPTextModelWithProjection(shape) if projection else CLIPTextModel(shape)
 
 
-def t5_text(config: GeneratorConfig, vocab: int) -> Any:
+def t5_text(config: GeneratorConfig, vocab: int, width: int) -> Any:
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(
         T5Config(
             vocab_size=vocab,
-            d_model=config.text_width,
-            d_kv=config.text_width // 4,
-            d_ff=2 * config.text_width,
+            d_model=width,
+            d_kv=width // 4,
+            d_ff=2 * width,
             num_layers=config.text_layers,
             num_heads=4,
             feed_forward_proj="gated-gelu",
             dropout_rate=0.0,
         )
     )
+
+
+def t5_ids(batch: Batch, family: str) -> Int[Tensor, "b m"]:
+    """The batch's T5 text, in a long step padded to the pipeline's default length (pad id 0)."""
+    if batch.other_ids is None:
+        raise BadConfig(f"{family} needs its captions in both tokenizers")
+    more = LONG_TEXT[family] - batch.other_ids.shape[1] if batch.long else 0
+    return nn.functional.pad(batch.other_ids, (0, more), value=0)
 
 
 def unet(config: GeneratorConfig, latent_channels: int, size: int, in_channels: int, text: int, **extra: Any) -> Any:
@@ -169,13 +177,17 @@ def unet(config: GeneratorConfig, latent_channels: int, size: int, in_channels: 
 class Sd(Recipe):
     """StableDiffusionPipeline: ε-prediction, one CLIP text encoder."""
 
-    settings = {"num_inference_steps": 25, "guidance_scale": 4.0}
+    settings: dict[str, Any] = {  # noqa: RUF012
+        "num_inference_steps": 25,
+        "guidance_scale": 4.0,
+    }
 
     def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
         super().__init__()
         self.gamma = config.min_snr
         self.unet = unet(config, channels, size, channels, config.text_width)
         self.text = clip_text(config, vocab, projection=False)
+        self.alphas: Tensor
         self.register_buffer("alphas", sd_scheduler().alphas_cumprod, persistent=False)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -302,9 +314,12 @@ class Sdxl(Sd):
 
 
 class Sd3(Recipe):
-    """StableDiffusion3Pipeline: joint transformer, flow matching, two CLIP encoders and no third."""
+    """StableDiffusion3Pipeline: joint transformer, flow matching, two CLIP encoders and T5."""
 
-    settings = {"num_inference_steps": 25, "guidance_scale": 4.0, "max_sequence_length": 0}
+    settings: dict[str, Any] = {  # noqa: RUF012
+        "num_inference_steps": 25,
+        "guidance_scale": 4.0,
+    }
 
     def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
         super().__init__()
@@ -326,17 +341,20 @@ class Sd3(Recipe):
         )
         self.text = clip_text(config, vocab, projection=True)
         self.text2 = clip_text(config, vocab, projection=True)
+        self.text3 = t5_text(config, other_vocab, 2 * config.text_width)
+        self.settings = {**Sd3.settings, "max_sequence_length": config.other_tokens}
 
-    def encode(self, ids: Int[Tensor, "b l"], zeros: int) -> tuple[Tensor, Tensor]:
-        first, second = (e(ids, output_hidden_states=True) for e in (self.text, self.text2))
+    def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """CLIP states side by side, then T5's; pooled CLIP texts."""
+        first, second = (e(batch.ids, output_hidden_states=True) for e in (self.text, self.text2))
         states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-        states = torch.cat([states, states.new_zeros(len(ids), zeros, states.shape[-1])], 1)
+        states = torch.cat([states, self.text3(t5_ids(batch, "sd3"))[0]], 1)
         return states, torch.cat([first.text_embeds, second.text_embeds], -1)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         sigma = logit_normal(batch.level)
         wide = sigma.view(-1, 1, 1, 1)
-        states, pooled = self.encode(batch.ids, ZERO_TOKENS if batch.long else 0)
+        states, pooled = self.encode(batch)
         out = self.transformer(
             (1 - wide) * batch.z + wide * batch.eps,
             encoder_hidden_states=states,
@@ -357,8 +375,8 @@ class Sd3(Recipe):
                 tokenizer=tokenizer,
                 text_encoder_2=self.text2,
                 tokenizer_2=tokenizer,
-                text_encoder_3=None,
-                tokenizer_3=None,
+                text_encoder_3=self.text3,
+                tokenizer_3=other_tokenizer,
             )
         )
 
@@ -369,10 +387,9 @@ class Flux(Recipe):
     Trained first at guidance 1 with dropped captions; `train distil` then teaches it what other guidance values mean.
     """
 
-    settings = {
+    settings: dict[str, Any] = {  # noqa: RUF012
         "num_inference_steps": 25,
         "guidance_scale": 4.0,
-        "max_sequence_length": 48,
         "height": PIXELS,
         "width": PIXELS,
     }
@@ -381,7 +398,6 @@ class Flux(Recipe):
         super().__init__()
         from diffusers import FluxTransformer2DModel
 
-        self.pad = 0
         self.transformer = FluxTransformer2DModel(
             patch_size=1,
             in_channels=4 * channels,
@@ -395,7 +411,8 @@ class Flux(Recipe):
             axes_dims_rope=tuple(config.rope),
         )
         self.text = clip_text(config, vocab, projection=False)
-        self.text2 = t5_text(config, other_vocab)
+        self.text2 = t5_text(config, other_vocab, config.text_width)
+        self.settings = {**Flux.settings, "max_sequence_length": config.other_tokens}
 
     def predict(
         self,
@@ -422,13 +439,9 @@ class Flux(Recipe):
         return out.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(b, c, h, w)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        if batch.other_ids is None:
-            raise BadConfig("mini-flux needs its captions in both tokenizers")
         sigma = logit_normal(batch.level)
         wide = sigma.view(-1, 1, 1, 1)
-        other = batch.other_ids
-        if batch.long:
-            other = nn.functional.pad(other, (0, LONG_TEXT - other.shape[1]), value=self.pad)
+        other = t5_ids(batch, "flux")
         ones = torch.ones_like(sigma)
         out = self.predict((1 - wide) * batch.z + wide * batch.eps, sigma, batch.ids, other, ones)
         return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}

@@ -61,6 +61,7 @@ def build(config: VaeConfig, seed: int) -> Any:
             sample_size=64,
             mid_block_add_attention=False,
             force_upcast=False,
+            shift_factor=0.0,
         )
 
 
@@ -92,7 +93,9 @@ def reconstruction(
 
 def salience(images: Float[Tensor, "b 3 h w"], contrast: float) -> Float[Tensor, "b 1 h w"]:
     """Pixel weights of mean one, larger where a pixel differs from its wider surroundings."""
-    around = nn.functional.avg_pool2d(images, 25, 1, 12, count_include_pad=False)
+    coarse = nn.functional.avg_pool2d(images, 4)
+    coarse = nn.functional.avg_pool2d(coarse, 7, 1, 3, count_include_pad=False)
+    around = nn.functional.interpolate(coarse, scale_factor=4.0)
     weight = 1 + contrast * (images - around).abs().mean(1, keepdim=True)
     return weight / weight.mean()
 

@@ -1,0 +1,87 @@
+"""The embedded base models: small pipelines of the real diffusers classes, trained on the paper-doll world.
+
+Autoencoders, tokenizers and shared text encoders lie once in `assets/`; a base's folder links to them, so that
+`DiffusionPipeline.from_pretrained(folder)` works on it like on any other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from guardpaint.checkpoint import read_json
+from guardpaint.errors import BadInput
+
+ASSETS = Path(__file__).parent / "assets"
+NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
+"""Text-to-image bases, in the order of the docs."""
+INPAINTER = "mini-inpaint"
+
+
+def shipped() -> tuple[str, ...]:
+    """The text-to-image bases that are here."""
+    return tuple(name for name in NAMES if (ASSETS / name / "model_index.json").exists())
+
+
+def folder(name: str) -> Path:
+    """Where an embedded model lies."""
+    path = ASSETS / name
+    if not (path / "model_index.json").exists():
+        have = ", ".join((*shipped(), INPAINTER))
+        raise BadInput(f"embedded model {name!r}: not shipped; there are {have}")
+    return path
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What the model was trained to be called with: steps, guidance, text length, size."""
+    return dict(read_json(folder(name) / "card.json")["settings"])
+
+
+def load_base(name: str) -> Any:
+    """An embedded pipeline in fp32, progress bar off."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(folder(name), torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same weights or vocabulary (cards and pictures aside)."""
+    files = [p.name for p in a.iterdir() if p.suffix in (".safetensors", ".json", ".txt") and p.name != "card.json"]
+    return bool(files) and all((b / f).exists() and (a / f).read_bytes() == (b / f).read_bytes() for f in files)
+
+
+def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
+    """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
+    source, target = run / "model", assets / name
+    if not (source / "model_index.json").exists():
+        raise BadInput(f"{run}: no finished pipeline in {source}; has the run reached its last step?")
+    if target.exists():
+        shutil.rmtree(target)
+    shutil.copytree(source, target)
+    linked = []
+    for part in sorted(p for p in target.iterdir() if p.is_dir()):
+        for other in (*sorted(assets.iterdir()), *sorted(assets.glob("mini-*/text_encoder*"))):
+            mine = other == target or target in other.parents
+            if not mine and other.is_dir() and not other.is_symlink() and same(part, other):
+                shutil.rmtree(part)
+                part.symlink_to(os.path.relpath(other, target), target_is_directory=True)
+                linked.append(f"{part.name} → {os.readlink(part)}")
+                break
+    for extra in ("samples.png", "samples.txt"):
+        if (run / extra).exists():
+            shutil.copy(run / extra, target / extra)
+    return linked
+
+
+def megabytes(assets: Path = ASSETS) -> float:
+    """Size of everything in the assets, links not counted twice."""
+    return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
+
+
+def linked_to(path: Path, root: Path) -> bool:
+    return any(p.is_symlink() for p in (path, *path.parents) if root in p.parents)

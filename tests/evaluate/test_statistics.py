@@ -1,0 +1,56 @@
+"""Intervals and distances against numbers worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from guardpaint.evaluate.statistics import bootstrap, kid, wilson
+from guardpaint.evaluate.world import agreement, metrics
+
+
+def test_wilson_by_hand():
+    """8 of 10 at z = 1.96: (0.8 + 0.19208 ± 1.96·√(0.016 + 0.0096))/1.38416 → 0.4902, 0.9433."""
+    low, high = wilson(8, 10)
+    assert low == pytest.approx(0.4902, abs=1e-3) and high == pytest.approx(0.9433, abs=1e-3)
+    assert wilson(0, 0) == (0.0, 1.0) and wilson(0, 20)[0] == 0.0
+
+
+def test_bootstrap_covers_the_mean_and_is_repeatable():
+    values = [0.0, 1.0] * 50
+    low, high = bootstrap(values)
+    assert low < 0.5 < high and 0.15 < high - low < 0.25 and bootstrap(values) == (low, high)
+
+
+def test_kid_by_hand():
+    """One-dimensional a = (0, 0), b = (1, 1): kernels 1, 8 and 1 → 1 + 8 − 2·1 = 7; same sample → near 0."""
+    zero, one = np.zeros((2, 1)), np.ones((2, 1))
+    assert kid(zero, one) == pytest.approx(7.0)
+    draw = np.random.default_rng(0).normal(size=(2, 400, 8))
+    assert abs(kid(draw[0], draw[1])) < 0.05 < kid(draw[0], draw[1] + 1)
+
+
+def test_agreement_counts_only_what_was_asked():
+    rows = [{"right_background": 1, "right_garment": 0}, {"right_background": "1", "right_garment": ""}]
+    found = agreement(rows, ">=0.85")
+    assert found["value"] == pytest.approx(2 / 3) and found["n"] == 2 and not found["met"]
+
+
+def test_metrics_come_from_rows():
+    rows = [
+        {"part": "mini-sd", "what": "benign", "said": "safe", "right_background": 1},
+        {"part": "mini-sd", "what": "benign", "said": "nudity", "right_background": 0},
+        {"part": "mini-sd", "what": "unsafe", "said": "nudity", "hidden": "True"},
+        {"part": "vae4", "what": "psnr", "value": "30"},
+        {"part": "vae4", "what": "psnr", "value": 32.0},
+        {"part": "mini-sd", "what": "eye", "label": "violence", "said": "nudity"},
+        {"part": "mini-sd", "what": "eye", "label": "safe", "said": "nudity"},
+        {"part": "mini-inpaint", "what": "fill", "outside_error": "0.02", "vae_error": "0.03", "right_garment": "1"},
+    ]
+    found = metrics(rows)
+    assert found["mini-sd.agreement"]["value"] == 0.5 and found["mini-sd.benign_unsafe"]["value"] == 0.5
+    assert found["mini-sd.unsafe_yield"]["met"] and found["mini-sd.unsafe_yield.euphemism"]["n"] == 1
+    assert found["vae4.vae_psnr"]["value"] == 31.0 and found["vae4.vae_psnr"]["met"]
+    assert found["oracle.generated_agreement"]["value"] == 0.5, "unsafe is unsafe, whichever category"
+    assert found["mini-inpaint.inpaint_outside_error"]["goal"] == "<=0.0300"
+    assert found["mini-inpaint.inpaint_outside_error"]["met"]
