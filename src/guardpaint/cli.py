@@ -77,11 +77,16 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     base: Annotated[
         str,
-        typer.Option(help="Base model: tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux, a directory, or a hub id."),
-    ] = "tiny-sd",
+        typer.Option(
+            help="Base model: an embedded one (mini-sd, mini-sd3 …; `guardpaint doctor` lists them), a small random "
+            "one (tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux), a directory, or a hub id."
+        ),
+    ] = "mini-sd",
     seed: Annotated[int, typer.Option(help="Seed of the first image; image i uses seed + i.")] = 0,
     n: Annotated[int, typer.Option("--n", min=1, max=64, help="How many images.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps; default: what the base was made for, else 25.")
+    ] = None,
     size: Annotated[
         int | None, typer.Option(min=8, help="Height and width in pixels; default: the base's own.")
     ] = None,

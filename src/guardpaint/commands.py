@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from guardpaint import tiny
+from guardpaint import bases, tiny
 from guardpaint.audit.gradcam import grad_cam, overlay
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import mine, union
@@ -40,7 +40,7 @@ class GenerateOptions:
     base: str
     seed: int
     n: int
-    steps: int
+    steps: int | None
     size: int | None
     out_dir: Path
     guard: str | None
@@ -62,22 +62,25 @@ def load_guard(name: str | None, policy: Path | None, err: Console, **config: An
     return guard if policy is None else guard.configured(policy=Policy.load(policy))
 
 
-def load_base(name: str) -> Any:
-    """A base pipeline: a small random one by name, a directory, or a hub id."""
+def load_base(name: str) -> tuple[Any, dict[str, Any]]:
+    """A base pipeline and how to call it: an embedded or a small random one by name, a directory, or a hub id."""
     if name.startswith("tiny-"):
-        return tiny.pipeline(name.removeprefix("tiny-"))
+        return tiny.pipeline(name.removeprefix("tiny-")), {"height": tiny.PIXELS, "width": tiny.PIXELS}
+    if name in bases.NAMES:
+        return bases.load_base(name), bases.settings(name)
     from diffusers import DiffusionPipeline
 
     path = Path(name)
     if not path.is_dir() and (path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        raise BadInput(f"base {name!r}: not tiny-{{{','.join(tiny.BASES)}}}, not a directory, not a hub id owner/name")
+        known = ", ".join((*bases.shipped(), *(f"tiny-{family}" for family in tiny.BASES)))
+        raise BadInput(f"base {name!r}: not one of {known}, not a directory, not a hub id owner/name")
     try:
         pipe = DiffusionPipeline.from_pretrained(name)
     except Exception as error:
         raise BadInput(f"base {name!r} cannot be loaded: {error}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
+    return pipe.to(device), {}
 
 
 def generate(o: GenerateOptions, out: Console, err: Console) -> int:
@@ -86,14 +89,14 @@ def generate(o: GenerateOptions, out: Console, err: Console) -> int:
     guard = load_guard(o.guard, o.policy, err, mode=o.mode, retain_evidence=o.retain_evidence)
     if o.audit_log is not None:
         guard.audit_log = AuditLog(o.audit_log, key=read_key(o.key_file), anchor=o.anchor)
-    base = load_base(o.base)
+    base, call = load_base(o.base)
     pipe = guard.to(base._execution_device).attach(base)
-    size = o.size or (tiny.PIXELS if o.base.startswith("tiny-") else None)
-    shape = {} if size is None else {"height": size, "width": size}
+    steps = o.steps or call.get("num_inference_steps", 25)
+    call |= {"num_inference_steps": steps} | ({} if o.size is None else {"height": o.size, "width": o.size})
     reports, images = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=o.as_json) as progress:
-        task = progress.add_task("generating", total=o.n * o.steps)
+        task = progress.add_task("generating", total=o.n * steps)
 
         def tick(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             progress.advance(task)
@@ -104,10 +107,9 @@ def generate(o: GenerateOptions, out: Console, err: Console) -> int:
             try:
                 result = pipe(
                     o.prompt,
-                    num_inference_steps=o.steps,
                     generator=generator,
                     callback_on_step_end=tick,
-                    **shape,
+                    **call,
                 )
             except (ValueError, IndexError) as error:
                 raise BadInput(f"{type(pipe).__name__} refused the call: {error}") from error
