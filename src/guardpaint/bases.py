@@ -18,17 +18,20 @@ ASSETS = Path(__file__).parent / "assets"
 NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
 """Text-to-image bases, in the order of the docs."""
 INPAINTER = "mini-inpaint"
+INDEX, LORA = "model_index.json", "pytorch_lora_weights.safetensors"
+PARENT = {"mini-sd3-turbo": "mini-sd3"}
+"""Bases that are a LoRA on another."""
 
 
 def shipped() -> tuple[str, ...]:
     """The text-to-image bases that are here."""
-    return tuple(name for name in NAMES if (ASSETS / name / "model_index.json").exists())
+    return tuple(name for name in NAMES if any((ASSETS / name / f).exists() for f in (INDEX, LORA)))
 
 
 def folder(name: str) -> Path:
     """Where an embedded model lies."""
     path = ASSETS / name
-    if not (path / "model_index.json").exists():
+    if not any((path / f).exists() for f in (INDEX, LORA)):
         have = ", ".join((*shipped(), INPAINTER))
         raise BadInput(f"embedded model {name!r}: not shipped; there are {have}")
     return path
@@ -44,7 +47,13 @@ def load_base(name: str) -> Any:
     import torch
     from diffusers import DiffusionPipeline
 
-    pipe = DiffusionPipeline.from_pretrained(folder(name), torch_dtype=torch.float32)
+    where = folder(name)
+    low_rank = (where / LORA).exists()
+    pipe = DiffusionPipeline.from_pretrained(folder(PARENT[name]) if low_rank else where, torch_dtype=torch.float32)
+    if low_rank:
+        pipe.load_lora_weights(where)
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -58,7 +67,7 @@ def same(a: Path, b: Path) -> bool:
 def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
     """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
     source, target = run / "model", assets / name
-    if not (source / "model_index.json").exists():
+    if not any((source / f).exists() for f in (INDEX, LORA)):
         raise BadInput(f"{run}: no finished pipeline in {source}; has the run reached its last step?")
     if target.exists():
         shutil.rmtree(target)

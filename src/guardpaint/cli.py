@@ -312,6 +312,19 @@ def train_generator(
     generator.run(config, vae, out_dir, minutes, warm)
 
 
+@train_app.command("distil")
+def train_distil(
+    config: Annotated[Path, typer.Option(help="Config, e.g. configs/train/mini-sd3-turbo.yaml.")],
+    teacher: Annotated[Path, typer.Option(help="Run directory of the finished flow model.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+) -> None:
+    """Distil a flow model: guidance into an input (mini-flux), or guided steps into four (mini-sd3-turbo)."""
+    from guardpaint.train import distil
+
+    distil.run(config, teacher, out_dir, minutes)
+
+
 @train_app.command("tiny")
 def train_tiny(
     config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/tiny4.yaml.")],

@@ -281,7 +281,7 @@ def doctor(as_json: bool, out: Console) -> int:
     else:
         table = Table("what", "found")
         for name, version in versions.items():
-            table.add_row(name, version or "not installed (optional)" if name == "peft" else version or "MISSING")
+            table.add_row(name, version or "MISSING")
         table.add_row("device", str(result["device"]))
         table.add_row("embedded weights", ", ".join(embedded) or "none yet: random-initialised models are used")
         out.print(table)

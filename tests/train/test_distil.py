@@ -1,0 +1,117 @@
+"""Distillation: guidance and jumps by hand, and runs from a teacher to a loadable student."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+from guardpaint import bases
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.train import distil, generator, vae
+
+SHAPE = {"layers": 1, "single_layers": 1, "heads": 2, "text_width": 32, "tokens": 48, "other_tokens": 16, "merges": 50}
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """A barely trained mini-sd3 and mini-flux, as run directories."""
+    root = tmp_path_factory.mktemp("teachers")
+    vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=16), 0).save_pretrained(root / "vae")
+    for family in ("sd3", "flux"):
+        train = {"steps": 1, "batch_size": 2, "learning_rate": 0.001, "seed": 1}
+        config = {"model": {"family": family, **SHAPE, "scenes": 20, "captions": 1}, "train": train}
+        (root / f"{family}.yaml").write_text(json.dumps(config))
+        generator.run(root / f"{family}.yaml", root / "vae", root / family, None, quiet=True)
+    return root
+
+
+def test_guidance_by_hand():
+    """1 + 3·(2 − 1) = 4; at scale 1 the conditional prediction itself."""
+    cond, uncond = torch.full((2, 1, 1, 1), 2.0), torch.ones(2, 1, 1, 1)
+    assert distil.guided(cond, uncond, torch.tensor([3.0, 1.0])).flatten().tolist() == [4.0, 2.0]
+
+
+def test_a_jump_by_hand():
+    """From 1 to 3 while σ falls from 0.8 to 0.3: velocity −4; a student that says 0 is off by 16."""
+    here, there = torch.ones(1, 1, 2, 2), torch.full((1, 1, 2, 2), 3.0)
+    still = lambda net, z, sigma, text: torch.zeros_like(z)  # noqa: E731
+    out = distil.jump_loss(
+        still, None, here, there, torch.tensor([0.8]), torch.tensor([0.3]), (torch.zeros(1), torch.zeros(1))
+    )
+    assert out["loss"].item() == pytest.approx(16.0)
+
+
+def test_levels_are_those_the_pipeline_visits(teachers):
+    pipe = generator.load_pipeline(teachers / "sd3" / "model")
+    levels = distil.student_levels(pipe, 4)
+    assert len(levels) == 5 and levels[0] == 1.0 and levels[-1] == 0.0
+    assert all(a > b for a, b in pairwise(levels))
+
+
+def test_a_student_of_one_step_learns_its_teachers_trajectory(teachers, tmp_path):
+    """Four steps, a LoRA; the student's file loads onto the teacher and changes its pictures."""
+    model = {"kind": "steps", "steps": 2, "substeps": 1, "trajectories": 50, "rank": 4}
+    train = {"steps": 2, "batch_size": 4, "learning_rate": 0.01, "warmup": 1, "seed": 1, "ema": 0.0}
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
+    distil.run(tmp_path / "c.yaml", teachers / "sd3", tmp_path / "run", 0.0, quiet=True)
+    assert (tmp_path / "run/trajectories.pt").exists() and not (tmp_path / "run/model").exists()
+    distil.run(tmp_path / "c.yaml", teachers / "sd3", tmp_path / "run", None, quiet=True)
+    card = json.loads((tmp_path / "run/model/card.json").read_text())
+    assert card["settings"]["num_inference_steps"] == 2 and card["settings"]["guidance_scale"] == 1.0
+    pipe = generator.load_pipeline(teachers / "sd3" / "model")
+    call = {**card["settings"], "output_type": "pt"}
+    before = pipe("a person", generator=torch.Generator().manual_seed(0), **call).images
+    pipe.load_lora_weights(tmp_path / "run/model")
+    after = pipe("a person", generator=torch.Generator().manual_seed(0), **call).images
+    assert not torch.equal(before, after)
+
+
+def test_guidance_becomes_an_input(teachers, tmp_path):
+    """Before, the guidance input means nothing in particular; a step later the whole pipeline is saved."""
+    model = {"kind": "guidance", "rank": 0}
+    train = {"steps": 2, "batch_size": 4, "learning_rate": 0.001, "warmup": 1, "seed": 1}
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
+    distil.run(tmp_path / "c.yaml", teachers / "flux", tmp_path / "run", None, quiet=True)
+    pipe = generator.load_pipeline(tmp_path / "run/model")
+    assert type(pipe).__name__ == "FluxPipeline" and (tmp_path / "run/samples.png").exists()
+
+
+def test_missing_scenes_are_named(teachers, tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        json.dumps(
+            {"model": {"kind": "guidance", "rank": 0}, "train": {"steps": 1, "batch_size": 2, "learning_rate": 0.1}}
+        )
+    )
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "flux").symlink_to(teachers / "flux")
+    with pytest.raises(BadCheckpoint, match="the teacher's scenes are missing"):
+        distil.run(tmp_path / "c.yaml", tmp_path / "elsewhere" / "flux", tmp_path / "run", None, quiet=True)
+
+
+def test_bad_kinds_are_named():
+    with pytest.raises(BadConfig, match="kind='magic'"):
+        distil.DistilConfig(kind="magic")
+
+
+def test_adopted_models_share_their_parts(teachers, tmp_path):
+    """A second base that brings the same autoencoder links to the first; both load."""
+    from guardpaint.errors import BadInput
+
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    import shutil
+
+    shutil.copytree(teachers / "sd3" / "model" / "vae", assets / "vae16")
+    links = bases.adopt(teachers / "sd3", "mini-sd3", assets)
+    assert "vae → ../vae16" in links and "tokenizer_2 → ../mini-sd3/tokenizer" not in links
+    alone = bases.megabytes(assets)
+    links = bases.adopt(teachers / "flux", "mini-flux", assets)
+    assert "vae → ../vae16" in links
+    generator.load_pipeline(assets / "mini-flux")
+    whole = sum(p.stat().st_size for p in (teachers / "flux" / "model").rglob("*") if p.is_file()) / 1e6
+    assert bases.megabytes(assets) < alone + whole
+    with pytest.raises(BadInput, match="no finished pipeline"):
+        bases.adopt(tmp_path, "mini-flux", assets)
