@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from guardpaint import __version__
+from guardpaint.data.commands import app as data_app
 from guardpaint.errors import GuardPaintError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes about optional packages are not our user's
@@ -36,6 +37,7 @@ world_app = typer.Typer(help="The paper-doll world: look at it, export it.", no_
 app.add_typer(world_app, name="world")
 train_app = typer.Typer(help="Train components; every run resumes where it stopped.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
+app.add_typer(data_app, name="data")
 err = Console(stderr=True)
 out = Console()
 

@@ -1,0 +1,1 @@
+"""Corpora for the auditor: sources, captions, labels, de-duplication, splits, cards, views of unfinished images."""

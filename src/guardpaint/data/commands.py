@@ -1,0 +1,144 @@
+"""`guardpaint data …`: the corpus pipeline as commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Corpora for the auditor: read, caption, label, calibrate, split.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="The corpus folder.")]
+LabelerOption = Annotated[
+    str,
+    typer.Option(
+        help="vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL."
+    ),
+]
+PolicyOption = Annotated[Path | None, typer.Option(help="Policy file; default: the embedded one.")]
+
+
+def load_policy(path: Path | None) -> Any:
+    from guardpaint.policy import Policy
+
+    return Policy.load(path) if path is not None else Policy.default()
+
+
+@app.command()
+def ingest(
+    manifest: Annotated[Path, typer.Argument(help="Manifest of sources, e.g. configs/data/world.yaml.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="The corpus folder; an existing one is added to.")],
+    source: Annotated[list[str] | None, typer.Option(help="Only this source; may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many rows of each source.")] = None,
+) -> None:
+    """Read sources into a corpus; run again to go on after an interruption."""
+    from guardpaint.data.sources import ingest as read
+    from guardpaint.data.sources import load_manifest
+    from guardpaint.data.store import Corpus
+    from guardpaint.errors import BadInput
+
+    sources = load_manifest(manifest)
+    names = [s.name for s in sources]
+    unknown = [s for s in source or [] if s not in names]
+    if unknown:
+        raise BadInput(f"source {unknown[0]!r}: {manifest} has {', '.join(names)}")
+    for name, seen in read([s for s in sources if not source or s.name in source], Corpus(out_dir), limit).items():
+        typer.echo(f"{name}: " + ", ".join(f"{n} {what}" for what, n in seen.items()))
+
+
+@app.command()
+def caption(corpus: Folder, labeler: LabelerOption, batch: int = 8, policy: PolicyOption = None) -> None:
+    """Write prompts for images that came without one. Captions never decide a label."""
+    from guardpaint.data import labelling
+    from guardpaint.data.labelers import Asking, open_labeler
+    from guardpaint.data.store import Corpus
+    from guardpaint.errors import BadInput
+
+    model = open_labeler(labeler, Asking(load_policy(policy)))
+    if not hasattr(model, "caption"):
+        raise BadInput(f"labeler {labeler!r} cannot write captions; use vlm:MODEL or endpoint:URL#MODEL")
+    labelling.caption(Corpus(corpus), model, batch)
+
+
+@app.command()
+def label(
+    corpus: Folder,
+    labeler: LabelerOption,
+    style: Annotated[str, typer.Option(help="single, or reasoned (a reason first).")] = "single",
+    passes: Annotated[int, typer.Option(min=1, help="Self-consistency: ask so often and take the mean.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 8,
+    retry: Annotated[bool, typer.Option(help="Ask again where the answer could not be read.")] = False,
+    policy: PolicyOption = None,
+) -> None:
+    """Score every image against the policy; run again to go on. Prints the name of the labels file."""
+    from guardpaint.data import labelling
+    from guardpaint.data.labelers import Asking, open_labeler
+    from guardpaint.data.store import Corpus
+
+    asking = Asking(load_policy(policy), style, passes)
+    store = Corpus(corpus)
+    name = labelling.label(store, open_labeler(labeler, asking), f"{asking.text()}/{passes}", batch, retry)
+    rows = store.lines(name)
+    bad = sum(r["scores"] is None for r in rows)
+    typer.echo(f"{name}: {len(rows)} answers, {bad} unreadable")
+
+
+@app.command()
+def calibrate(
+    corpus: Folder,
+    labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
+    reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
+    miss_cost: Annotated[float, typer.Option(help="Cost of a miss, in false alarms.")] = 1.0,
+    margin: Annotated[float, typer.Option(help="Half width of the dead zone.")] = 0.1,
+    policy: PolicyOption = None,
+) -> None:
+    """Find the thresholds that fit hand labels best; writes thresholds.json into the corpus."""
+    from dataclasses import asdict
+
+    from guardpaint.checkpoint import write_json
+    from guardpaint.data import labelling
+    from guardpaint.data.store import Corpus
+
+    rules = load_policy(policy)
+    store = Corpus(corpus)
+    answers = {r["key"]: r["scores"] for r in store.lines(labels)}
+    found = labelling.calibrate(answers, labelling.read_reference(reference, rules), rules, miss_cost, margin)
+    write_json(corpus / "thresholds.json", asdict(found))
+    typer.echo(", ".join(f"{h} {t:.3f}" for h, t in found.harms.items()) + f"; dead zone ±{margin}")
+
+
+@app.command()
+def compare(
+    corpus: Folder,
+    labels: Annotated[list[str], typer.Option(help="Labels file in the corpus; give several.")],
+    reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
+    policy: PolicyOption = None,
+) -> None:
+    """A table of labelers on the hard cases: false alarms, misses, unreadable answers, failure modes."""
+    from guardpaint.data import labelling
+    from guardpaint.data.store import Corpus
+
+    rules, store = load_policy(policy), Corpus(corpus)
+    found = {name: {r["key"]: r for r in store.lines(name)} for name in labels}
+    rows = labelling.compare(found, labelling.read_reference(reference, rules), rules)
+    typer.echo(labelling.table(rows))
+
+
+@app.command()
+def build(
+    corpus: Folder,
+    labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
+    thresholds: Annotated[Path | None, typer.Option(help="Default: thresholds.json in the corpus.")] = None,
+    seed: int = 0,
+) -> None:
+    """Decide labels, drop the dead zone, group near-duplicates, split 70/15/15; writes splits and a dataset card."""
+    from guardpaint.checkpoint import read_json
+    from guardpaint.data import card
+    from guardpaint.data.labelling import Thresholds
+    from guardpaint.data.store import Corpus
+
+    store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
+    facts = card.build(store, labels, cuts, seed)
+    typer.echo(f"{facts['images']} images, {facts['splits']}, left out {facts['left_out']}")
+    typer.echo(str(card.write_card(store, labels, cuts, facts)))

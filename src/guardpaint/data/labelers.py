@@ -1,0 +1,301 @@
+"""Labelers: vision–language models in process, a detector, a guard model, or an OpenAI-compatible endpoint.
+
+Each answers for a batch of pictures. `open_labeler` turns a short description into one:
+  vlm:OpenGVLab/InternVL3_5-8B-HF   any image-text-to-text model of transformers
+  shieldgemma:google/shieldgemma-2-4b-it
+  detector:IDEA-Research/grounding-dino-base
+  endpoint:http://localhost:8000/v1#model-name
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+
+from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.policy import Policy
+
+LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+HINT = "; models that also take video need torchvision" if find_spec("torchvision") is None else ""
+
+
+class Labeler(Protocol):
+    """Answers for pictures, in order; a picture it fails on gets an unreadable answer, never a lost one."""
+
+    name: str
+
+    def label(self, pictures: Sequence[Image.Image]) -> list[Answer]: ...
+
+
+class Captioner(Protocol):
+    """Prompt-styled captions; None where the model would not say."""
+
+    def caption(self, pictures: Sequence[Image.Image]) -> list[str | None]: ...
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a chat model is asked."""
+
+    policy: Policy
+    style: str = "single"
+    passes: int = 1
+    """Self-consistency: how often; more than one samples at `temperature`."""
+    temperature: float = 0.7
+    examples: Sequence[tuple[str, Mapping[str, float]]] = ()
+    longest: int = 160
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.passes < 1 or self.longest < 1 or self.temperature <= 0:
+            raise BadConfig(
+                f"passes={self.passes}, longest={self.longest}: at least 1; temperature={self.temperature}: above 0"
+            )
+        question(self.policy, self.style, self.examples)
+
+    def text(self) -> str:
+        return question(self.policy, self.style, self.examples)
+
+
+class ChatLabeler:
+    """An image-text-to-text model of transformers with a chat template."""
+
+    def __init__(self, model: Any, processor: Any, asking: Asking, name: str) -> None:
+        self.model, self.processor, self.asking, self.name = model.eval(), processor, asking, name
+
+    @classmethod
+    def from_pretrained(cls, path: str, asking: Asking) -> ChatLabeler:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(path)
+            model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto", device_map=None)
+        except LOADING as error:
+            raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return cls(model.to(device), processor, asking, path)
+
+    def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
+        passes = []
+        for k in range(self.asking.passes):
+            texts = self.say(pictures, self.asking.text(), self.asking.passes > 1, self.asking.seed + k)
+            passes.append([read_answer(t, self.asking.policy) for t in texts])
+        return [column[0] if len(column) == 1 else pooled(column) for column in zip(*passes, strict=True)]
+
+    def caption(self, pictures: Sequence[Image.Image]) -> list[str | None]:
+        return [clean_caption(t) for t in self.say(pictures, CAPTION, False, self.asking.seed)]
+
+    @torch.no_grad()
+    def say(self, pictures: Sequence[Image.Image], text: str, sampled: bool, seed: int) -> list[str]:
+        """The model's answer for each picture, new tokens only."""
+        chats = [
+            [{"role": "user", "content": [{"type": "image", "image": p}, {"type": "text", "text": text}]}]
+            for p in pictures
+        ]
+        inputs = self.processor.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        ).to(self.model.device, self.model.dtype)
+        style: dict[str, Any] = {"do_sample": False}
+        if sampled:
+            style = {"do_sample": True, "temperature": self.asking.temperature}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            out = self.model.generate(**inputs, max_new_tokens=self.asking.longest, **style)
+        return self.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+class ShieldLabeler:
+    """ShieldGemma 2: a yes/no probability for each of the policy's harms, each asked in the policy's words."""
+
+    def __init__(self, model: Any, processor: Any, policy: Policy, name: str) -> None:
+        self.model, self.processor, self.policy, self.name = model.eval(), processor, policy, name
+
+    @classmethod
+    def from_pretrained(cls, path: str, policy: Policy) -> ShieldLabeler:
+        from transformers import AutoProcessor, ShieldGemma2ForImageClassification
+
+        try:
+            model = ShieldGemma2ForImageClassification.from_pretrained(path, dtype="auto")
+            return cls(model, AutoProcessor.from_pretrained(path), policy, path)
+        except LOADING as error:
+            raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
+
+    @torch.no_grad()
+    def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
+        harms = self.policy.categories[1:]
+        rules = {c.name: f"{c.definition} Exempt: {'; '.join(c.exemptions)}." for c in harms}
+        inputs = self.processor(
+            images=list(pictures), custom_policies=rules, policies=list(rules), return_tensors="pt"
+        ).to(self.model.device)
+        chances = self.model(**inputs).probabilities[:, 0].float().view(len(pictures), len(harms))
+        answers = []
+        for row in chances.tolist():
+            scores = dict(zip(self.policy.names[1:], row, strict=True))
+            answers.append(Answer({self.policy.names[0]: 1 - max(row), **scores}, json.dumps(scores)))
+        return answers
+
+
+@dataclass
+class DetectorLabeler:
+    """Grounding DINO: the best box that matches a phrase is the score of the phrase's category."""
+
+    model: Any
+    processor: Any
+    policy: Policy
+    phrases: Mapping[str, Sequence[str]]
+    name: str = "detector"
+
+    def __post_init__(self) -> None:
+        unknown = [c for c in self.phrases if c not in self.policy.names[1:]]
+        missing = [c for c in self.policy.names[1:] if not self.phrases.get(c)]
+        if unknown or missing:
+            raise BadConfig(f"detector phrases: unknown categories {unknown}, none given for {missing}")
+        self.model.eval()
+
+    @classmethod
+    def from_pretrained(cls, path: str, policy: Policy, phrases: Mapping[str, Sequence[str]]) -> DetectorLabeler:
+        from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
+
+        try:
+            model = AutoModelForZeroShotObjectDetection.from_pretrained(path)
+            return cls(model, AutoProcessor.from_pretrained(path), policy, phrases, path)
+        except LOADING as error:
+            raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
+
+    @torch.no_grad()
+    def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
+        best: list[dict[str, float]] = [{} for _ in pictures]
+        for category, phrases in self.phrases.items():
+            text = " ".join(f"{p.lower().rstrip('.')}." for p in phrases)
+            inputs = self.processor(images=list(pictures), text=[text] * len(pictures), return_tensors="pt")
+            logits = self.model(**inputs.to(self.model.device)).logits.float()
+            logits = logits.masked_fill(~torch.isfinite(logits), -1e4)
+            for i, value in enumerate(logits.sigmoid().amax((1, 2)).tolist()):
+                best[i][category] = value
+        return [Answer({self.policy.names[0]: 1 - max(b.values()), **b}, json.dumps(b)) for b in best]
+
+
+@dataclass
+class EndpointLabeler:
+    """Any server that speaks OpenAI's chat completions (vLLM and others); requests run side by side."""
+
+    url: str
+    model: str
+    asking: Asking
+    key: str | None = None
+    timeout: float = 60.0
+    retries: int = 3
+    wait: float = 1.0
+    """Seconds before the first retry, doubled each time."""
+    parallel: int = 8
+    name: str = field(default="")
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise BadConfig(f"endpoint {self.url!r}: must start with http:// or https://")
+        if self.timeout <= 0 or self.retries < 0 or self.parallel < 1:
+            raise BadConfig(f"timeout={self.timeout} > 0, retries={self.retries} ≥ 0, parallel={self.parallel} ≥ 1")
+        self.name = self.name or self.model
+
+    def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
+        return self.map(pictures, self.one)
+
+    def caption(self, pictures: Sequence[Image.Image]) -> list[str | None]:
+        def ask(picture: Image.Image) -> str | None:
+            text, problem = self.request(picture, CAPTION, 0.0, 0)
+            return None if problem else clean_caption(text)
+
+        return self.map(pictures, ask)
+
+    def map(self, pictures: Sequence[Image.Image], ask: Any) -> list[Any]:
+        with ThreadPoolExecutor(self.parallel) as pool:
+            return list(pool.map(ask, pictures))
+
+    def one(self, picture: Image.Image) -> Answer:
+        answers = []
+        for k in range(self.asking.passes):
+            warmth = self.asking.temperature if self.asking.passes > 1 else 0.0
+            text, problem = self.request(picture, self.asking.text(), warmth, self.asking.seed + k)
+            answers.append(Answer(None, text, problem) if problem else read_answer(text, self.asking.policy))
+        return answers[0] if len(answers) == 1 else pooled(answers)
+
+    def request(self, picture: Image.Image, text: str, temperature: float, seed: int) -> tuple[str, str]:
+        """The model's text, or an empty one and what went wrong after all retries."""
+        body = json.dumps(self.body(picture, text, temperature, seed)).encode()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        problem = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.wait * 2 ** (attempt - 1))
+            try:
+                call = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", body, headers)
+                with urllib.request.urlopen(call, timeout=self.timeout) as reply:
+                    content = json.load(reply)["choices"][0]["message"]["content"]
+                if isinstance(content, str):
+                    return content, ""
+                problem = f"content is {type(content).__name__}, not text"
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP {error.code}"
+                if error.code in (400, 401, 403, 404, 422):
+                    break
+            except (OSError, TimeoutError) as error:
+                problem = f"no answer ({error})"
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                problem = f"not a chat completion ({type(error).__name__})"
+        return "", problem
+
+    def body(self, picture: Image.Image, text: str, temperature: float, seed: int) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG")
+        data = base64.b64encode(buffer.getvalue()).decode()
+        content = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+            {"type": "text", "text": text},
+        ]
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": temperature,
+            "seed": seed,
+            "max_tokens": self.asking.longest,
+        }
+
+
+PHRASES = {"nudity": ("naked person", "nude body"), "violence": ("blood", "wound", "person attacking with a weapon")}
+"""What the detector looks for under the default policy."""
+
+
+def open_labeler(spec: str, asking: Asking) -> Any:
+    """A labeler from `kind:where`; endpoints read their key from GUARDPAINT_API_KEY."""
+    kind, _, where = spec.partition(":")
+    if kind == "endpoint":
+        url, _, model = where.partition("#")
+        if not model:
+            raise BadConfig(f"labeler {spec!r}: name the model after a #, as in endpoint:http://host:8000/v1#model")
+        return EndpointLabeler(url, model, asking, key=os.environ.get("GUARDPAINT_API_KEY"))
+    if kind == "vlm" and where:
+        return ChatLabeler.from_pretrained(where, asking)
+    if kind == "shieldgemma" and where:
+        return ShieldLabeler.from_pretrained(where, asking.policy)
+    if kind == "detector" and where:
+        return DetectorLabeler.from_pretrained(where, asking.policy, PHRASES)
+    raise BadConfig(f"labeler {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL")

@@ -1,0 +1,242 @@
+"""Label and caption a corpus, find the threshold, keep out what lies too near to it, compare labelers.
+
+guardpaint data label corpora/paper --labeler vlm:OpenGVLab/InternVL3_5-8B-HF
+guardpaint data calibrate corpora/paper --reference reference.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from guardpaint.data.labelers import Captioner, Labeler
+from guardpaint.data.questions import Answer
+from guardpaint.data.store import Corpus, Example
+from guardpaint.errors import BadInput
+from guardpaint.policy import Policy
+
+CAPTIONS = "captions.jsonl"
+
+
+def label_file(labeler: str, question: str) -> str:
+    """One file per labeler and question: a changed policy or style asks anew, an unchanged one goes on."""
+    digest = hashlib.sha256(question.encode()).hexdigest()[:8]
+    return f"labels-{re.sub(r'[^A-Za-z0-9.]+', '-', labeler).strip('-')}-{digest}.jsonl"
+
+
+def label(
+    corpus: Corpus, labeler: Labeler, question: str, batch: int = 8, retry: bool = False, quiet: bool = False
+) -> str:
+    """Ask the labeler about every image it has not answered for; with `retry`, also where it was unreadable."""
+    name = label_file(labeler.name, question)
+    rows = {r["key"]: r for r in corpus.lines(name)}
+    done = {k for k, r in rows.items() if not (retry and r["scores"] is None)}
+
+    def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
+        answers = guarded(labeler.label, [e.picture() for e in examples])
+        return [
+            {"key": e.key, "scores": a.scores, "problem": a.problem, "spread": a.spread, "raw": a.raw[:2000]}
+            for e, a in zip(examples, answers, strict=True)
+        ]
+
+    work(corpus, name, done, ask, batch, f"labels by {labeler.name}", quiet)
+    return name
+
+
+def guarded(call: Callable[[Sequence[Any]], list[Answer]], pictures: Sequence[Any]) -> list[Answer]:
+    """A batch that breaks the labeler is asked one by one; what still breaks it is unreadable, not lost."""
+    try:
+        return call(pictures)
+    except Exception as error:
+        if len(pictures) == 1:
+            return [Answer(None, "", f"{type(error).__name__}: {error}")]
+        return [a for p in pictures for a in guarded(call, [p])]
+
+
+def caption(corpus: Corpus, captioner: Captioner, batch: int = 8, quiet: bool = False) -> None:
+    """Reconstruct prompts for images that have none."""
+    done = {r["key"] for r in corpus.lines(CAPTIONS)} | {e.key for e in corpus if e.prompt is not None}
+
+    def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
+        texts = captioner.caption([e.picture() for e in examples])
+        return [{"key": e.key, "prompt": t} for e, t in zip(examples, texts, strict=True)]
+
+    work(corpus, CAPTIONS, done, ask, batch, "captions", quiet)
+
+
+def work(
+    corpus: Corpus,
+    name: str,
+    done: set[str],
+    ask: Callable[[Sequence[Example]], list[dict[str, Any]]],
+    batch: int,
+    title: str,
+    quiet: bool,
+) -> None:
+    """Batches of what is not done, each written before the next is begun."""
+    total = len(corpus.keys())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        task = progress.add_task(title, total=total, completed=len(done))
+        for examples in batches((e for e in corpus if e.key not in done), batch):
+            corpus.append(name, ask(examples))
+            progress.advance(task, len(examples))
+
+
+def batches(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
+    held: list[Example] = []
+    for item in items:
+        held.append(item)
+        if len(held) == size:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Per harm: at or above, the image is of it. `margin` on either side is the dead zone."""
+
+    harms: Mapping[str, float]
+    margin: float = 0.1
+
+    def decide(self, scores: Mapping[str, float] | None) -> str | None:
+        """The category, or None: unreadable, or too near to a threshold to say."""
+        if scores is None:
+            return None
+        over = {n: scores[n] - t for n, t in self.harms.items()}
+        if any(abs(gap) < self.margin for gap in over.values()):
+            return None
+        hits = [n for n, gap in over.items() if gap > 0]
+        return max(hits, key=lambda n: scores[n]) if hits else "safe"
+
+    def every(self, scores: Mapping[str, float] | None) -> list[str] | None:
+        """Multi-label: all harms that hold; an empty list is safe."""
+        if scores is None or self.decide(scores) is None:
+            return None
+        return [n for n, t in self.harms.items() if scores[n] >= t]
+
+
+def read_reference(path: Path, policy: Policy) -> dict[str, dict[str, str]]:
+    """Hand labels: a CSV with the columns key, label and (optional) case, the kind of hard case."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+    out = {}
+    for number, row in enumerate(rows, 2):
+        if not row.get("key") or row.get("label") not in policy.names:
+            raise BadInput(f"{path}:{number}: needs a key and a label among {', '.join(policy.names)}; got {row}")
+        out[row["key"]] = {"label": row["label"], "case": row.get("case") or "other"}
+    if not out:
+        raise BadInput(f"{path}: no rows")
+    return out
+
+
+def calibrate(
+    answers: Mapping[str, Mapping[str, float] | None],
+    reference: Mapping[str, Mapping[str, str]],
+    policy: Policy,
+    miss_cost: float = 1.0,
+    margin: float = 0.1,
+) -> Thresholds:
+    """For each harm the threshold of least cost on the reference: false alarms + miss_cost · misses.
+
+    Candidates lie midway between neighbouring scores; of equal ones the middle is taken, farthest from both sides.
+    """
+    harms = {}
+    for harm in policy.names[1:]:
+        pairs = [
+            (s[harm], reference[k]["label"] == harm) for k, s in answers.items() if s is not None and k in reference
+        ]
+        if not any(y for _, y in pairs) or all(y for _, y in pairs):
+            raise BadInput(
+                f"reference for {harm}: needs readable answers on both sides; has "
+                f"{sum(y for _, y in pairs)} of it and {sum(not y for _, y in pairs)} others"
+            )
+        values = sorted({0.0, 1.0, *(s for s, _ in pairs)})
+        cuts = [(a + b) / 2 for a, b in pairwise(values)]
+        costs = [
+            sum((s >= c) and not y for s, y in pairs) + miss_cost * sum((s < c) and y for s, y in pairs) for c in cuts
+        ]
+        best = [c for c, cost in zip(cuts, costs, strict=True) if cost == min(costs)]
+        harms[harm] = best[len(best) // 2]
+    return Thresholds(harms, margin)
+
+
+def compare(
+    labelers: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    reference: Mapping[str, Mapping[str, str]],
+    policy: Policy,
+    miss_cost: float = 1.0,
+) -> list[dict[str, Any]]:
+    """One row per labeler, each at its own threshold: errors overall and by hard case, unreadable, contradictions."""
+    rows = []
+    for name, lines in labelers.items():
+        mine = {k: v for k, v in lines.items() if k in reference}
+        scores = {k: v["scores"] for k, v in mine.items()}
+        row: dict[str, Any] = {"labeler": name, "n": len(mine), "missing": len(reference) - len(mine)}
+        row["unreadable"] = sum(s is None for s in scores.values())
+        row["contradictions"] = sum("but scores" in v.get("problem", "") for v in mine.values())
+        try:
+            thresholds = calibrate(scores, reference, policy, miss_cost, margin=0.0)
+        except BadInput as error:
+            rows.append({**row, "failed": str(error)})
+            continue
+        said = {k: thresholds.decide(s) for k, s in scores.items()}
+        safe = [k for k in mine if reference[k]["label"] == "safe"]
+        harm = [k for k in mine if reference[k]["label"] != "safe"]
+        row["fp"] = sum(said[k] not in ("safe", None) for k in safe) / max(1, len(safe))
+        row["fn"] = sum(said[k] in ("safe", None) for k in harm) / max(1, len(harm))
+        near = {h: (t - 0.05, t + 0.05) for h, t in thresholds.harms.items()}
+        row["threshold_sensitivity"] = sum(
+            any(low <= s[h] <= high for h, (low, high) in near.items()) for s in scores.values() if s is not None
+        ) / max(1, len(mine))
+        for case in dict.fromkeys(r["case"] for r in reference.values()):
+            of = [k for k in mine if reference[k]["case"] == case]
+            row[f"wrong_{case}"] = sum((said[k] or "unreadable") != reference[k]["label"] for k in of) / max(1, len(of))
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of a comparison, with each labeler's failure modes in words made from its numbers."""
+    cases = [k for k in dict.fromkeys(k for r in rows for k in r) if k.startswith("wrong_")]
+    heads = ["labeler", "n", "FP", "FN", "unreadable", "contradictions", *(c.removeprefix("wrong_") for c in cases)]
+    lines = ["| " + " | ".join([*heads, "failure modes"]) + " |", "|" + "---|" * (len(heads) + 1)]
+    for r in rows:
+        if "failed" in r:
+            lines.append(f"| {r['labeler']} | {r['n']} |" + " |" * (len(heads) - 2) + f" {r['failed']} |")
+            continue
+        cells = [r["labeler"], r["n"], f"{r['fp']:.2f}", f"{r['fn']:.2f}", r["unreadable"], r["contradictions"]]
+        cells += [f"{r[c]:.2f}" for c in cases]
+        lines.append("| " + " | ".join([*map(str, cells), failure_modes(r, cases)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def failure_modes(row: Mapping[str, Any], cases: Sequence[str]) -> str:
+    found = []
+    if row["fp"] > 0.2:
+        found.append("flags what is safe")
+    if row["fn"] > 0.2:
+        found.append("misses what is not")
+    if row["unreadable"] > 0.05 * max(1, row["n"]):
+        found.append("answers that cannot be read")
+    if row["contradictions"] > 0.05 * max(1, row["n"]):
+        found.append("contradicts its own reasoning")
+    if row["threshold_sensitivity"] > 0.25:
+        found.append("a small shift of the threshold changes many labels")
+    worst = max(cases, key=lambda c: row[c], default=None)
+    if worst is not None and row[worst] > 0.25:
+        found.append(f"worst on {worst.removeprefix('wrong_')}")
+    return "; ".join(found) or "none above the limits"

@@ -1,0 +1,122 @@
+"""What a labeler is asked, built from the policy file, and how its answer is read.
+
+The policy comes first, in terms of visible evidence, with its exemptions; a continuous score per category is asked
+for. An answer that cannot be read is recorded as such: it never becomes "safe".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from guardpaint.errors import BadConfig
+from guardpaint.policy import Policy
+
+STYLES = ("single", "reasoned", "examples")
+"""One shot; first a reason; with worked examples. Self-consistency repeats any of them."""
+
+CAPTION = (
+    "Write one prompt for a text-to-image model that would make this picture. Name subjects, clothing, actions, "
+    "place, light and style in a single line of at most 40 words. Say only what is visible. Do not judge, warn or "
+    "comment. Answer with the prompt alone."
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a labeler said about one image."""
+
+    scores: dict[str, float] | None
+    """Category → [0, 1]; None when the answer could not be read."""
+    raw: str
+    problem: str = ""
+    """Why it could not be read, or what is odd about it."""
+    spread: float = field(default=0.0)
+    """Largest standard deviation of a score over repeated passes."""
+
+
+def question(policy: Policy, style: str = "single", examples: Sequence[tuple[str, Mapping[str, float]]] = ()) -> str:
+    """The labelling prompt of a policy."""
+    if style not in STYLES:
+        raise BadConfig(f"style={style!r}: choose {', '.join(STYLES)}")
+    if style == "examples" and not examples:
+        raise BadConfig("style='examples' needs worked examples: pairs of a description and its scores")
+    lines = ["You apply a content policy to one picture. Judge only what can be seen.", "", "Policy:"]
+    for category in policy.categories:
+        lines.append(f"- {category.name}: {category.definition}")
+        if category.exemptions:
+            lines.append(f"  Not {category.name}: {'; '.join(category.exemptions)}.")
+    lines += [
+        "",
+        "Visible skin, closeness, a pose or a colour alone are no evidence. Art and objects follow the policy's words.",
+        "Give every category a score from 0 to 1: how clearly the picture belongs to it. The scores add up to 1.",
+    ]
+    if style == "examples":
+        lines += ["", "Examples:"]
+        for description, scores in examples:
+            lines.append(f"{description} → {json.dumps(dict(scores))}")
+    shape = json.dumps(dict.fromkeys(policy.names, 0.0))
+    if style == "reasoned":
+        lines += [
+            "",
+            "First write one sentence on the evidence. Then a line `label: <category>`.",
+            f"End with one line of JSON of this form: {shape}",
+        ]
+    else:
+        lines += ["", f"Answer with one line of JSON of this form and nothing else: {shape}"]
+    return "\n".join(lines)
+
+
+def read_answer(text: str, policy: Policy) -> Answer:
+    """Scores from the last JSON object of an answer; anything short of a full, finite set is a problem."""
+    found = None
+    for match in re.finditer(r"\{[^{}]*\}", text):
+        try:
+            value = json.loads(match.group())
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict):
+            found = value
+    if found is None:
+        return Answer(None, text, "no JSON object")
+    missing = [n for n in policy.names if n not in found]
+    if missing:
+        return Answer(None, text, f"no score for {', '.join(missing)}")
+    scores = {}
+    for name in policy.names:
+        value = found[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return Answer(None, text, f"{name}={value!r} is not a number")
+        if not 0 <= value <= 1:
+            return Answer(None, text, f"{name}={value} is outside [0, 1]")
+        scores[name] = float(value)
+    if sum(scores.values()) <= 0:
+        return Answer(None, text, "all scores are zero")
+    stated = re.findall(r"label:\s*`?([\w-]+)", text, re.IGNORECASE)
+    top = max(scores, key=lambda n: scores[n])
+    odd = f"says {stated[-1]} but scores {top}" if stated and stated[-1].lower() != top else ""
+    return Answer(scores, text, odd)
+
+
+def pooled(answers: Sequence[Answer]) -> Answer:
+    """Self-consistency: mean scores over repeated passes; half or more unreadable is unreadable."""
+    good = [a.scores for a in answers if a.scores is not None]
+    raw = "\n---\n".join(a.raw for a in answers)
+    if 2 * len(good) <= len(answers):
+        return Answer(None, raw, f"{len(answers) - len(good)} of {len(answers)} passes unreadable")
+    names = good[0]
+    mean = {n: sum(s[n] for s in good) / len(good) for n in names}
+    spread = max((sum((s[n] - mean[n]) ** 2 for s in good) / len(good)) ** 0.5 for n in names)
+    return Answer(mean, raw, "; ".join(sorted({a.problem for a in answers if a.problem})), spread)
+
+
+def clean_caption(text: str) -> str | None:
+    """A caption as one prompt line; nothing if the model refused, judged, or said nothing."""
+    line = " ".join(text.strip().strip('"').split())
+    refusals = ("i can't", "i cannot", "i'm sorry", "i am sorry", "as an ai", "i'm unable")
+    if not line or line.lower().startswith(refusals):
+        return None
+    return line[:400]

@@ -1,0 +1,183 @@
+"""Sources of images: a manifest names datasets on the hub or on disk, and each is read as a stream.
+
+guardpaint data ingest configs/data/paper.yaml --out corpora/paper
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from guardpaint.data.store import SHARD, Corpus, Example, key_of
+from guardpaint.errors import BadConfig, BadInput
+
+FORMATS = {"parquet": "parquet", "jsonl": "json", "imagefolder": "imagefolder", "webdataset": "webdataset"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset: where it is and which columns matter."""
+
+    name: str
+    path: str
+    """A hub id owner/name, or a local file or folder."""
+    format: str = "hub"
+    """hub, parquet, jsonl, imagefolder, webdataset, or world (the paper-doll world; path is the split)."""
+    split: str = "train"
+    config: str | None = None
+    image: str = "image"
+    prompt: str | None = None
+    """Column of the prompts; none: prompts are to be reconstructed by captioning."""
+    category: str | None = None
+    """Nominal category of the whole source; labels come from the labeler alone."""
+    category_column: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in ("hub", "world", *FORMATS):
+            raise BadConfig(f"source {self.name}: format={self.format!r}; choose hub, world, {', '.join(FORMATS)}")
+        if not self.name.replace("-", "").replace("_", "").isalnum():
+            raise BadConfig(f"source name {self.name!r}: letters, digits, - and _ only")
+
+
+def load_manifest(path: Path) -> list[Source]:
+    """Sources of a YAML manifest, names unique."""
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))["sources"]
+        sources = [Source(**row) for row in rows]
+    except FileNotFoundError as error:
+        raise BadConfig(f"{path}: no such manifest") from error
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise BadConfig(f"{path}: needs a list `sources` of known keys ({error})") from error
+    names = [s.name for s in sources]
+    if len(set(names)) != len(names) or not names:
+        raise BadConfig(f"{path}: source names must be unique and at least one; got {names}")
+    return sources
+
+
+def stream(source: Source, skip: int = 0) -> Iterator[dict[str, Any]]:
+    """Raw rows from the first not yet read; images stay encoded."""
+    if source.format == "world":
+        yield from world_rows(source, skip)
+        return
+    try:
+        from datasets import Image as ImageColumn
+        from datasets import load_dataset
+    except ImportError as error:
+        raise BadInput("reading datasets needs the `datasets` library: pip install 'guardpaint[data]'") from error
+    try:
+        if source.format == "hub":
+            data = load_dataset(source.path, source.config, split=source.split, streaming=True)
+        else:
+            builder = FORMATS[source.format]
+            where: dict[str, Any] = {"data_files": local_files(source)}
+            data = load_dataset(builder, **where, split="train", streaming=True)
+        if source.image in (data.column_names or []):
+            data = data.cast_column(source.image, ImageColumn(decode=False))
+        yield from data.skip(skip)
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"source {source.name} ({source.path}): cannot be read ({error})") from error
+
+
+def local_files(source: Source) -> str | list[str]:
+    path = Path(source.path)
+    if not path.exists() and not any(c in source.path for c in "*{"):
+        raise BadInput(f"source {source.name}: {source.path} does not exist")
+    if path.is_dir():
+        ends = {"parquet": "*.parquet", "jsonl": "*.jsonl", "webdataset": "*.tar", "imagefolder": "**/*"}
+        found = sorted(str(p) for p in path.glob(ends[source.format]) if p.is_file())
+        if not found:
+            raise BadInput(f"source {source.name}: nothing like {ends[source.format]} in {source.path}")
+        return found
+    return source.path
+
+
+def world_rows(source: Source, skip: int) -> Iterator[dict[str, Any]]:
+    """The paper-doll world as a source like any other."""
+    from guardpaint.world.dataset import SPLITS, png, record
+
+    if source.path not in SPLITS:
+        raise BadInput(f"source {source.name}: world split {source.path!r}; choose {', '.join(SPLITS)}")
+    i = skip
+    while True:
+        row = record(SPLITS[source.path] + i)
+        yield {source.image: {"bytes": png(row["image"])}, "caption": row["caption"], "category": row["category"]}
+        i += 1
+
+
+def image_bytes(value: Any, source: Source) -> bytes | None:
+    """Encoded bytes of whatever a dataset calls an image; nothing if there is none."""
+    if isinstance(value, dict):
+        if value.get("bytes") is not None:
+            return bytes(value["bytes"])
+        value = value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.convert("RGB").save(buffer, "PNG")
+        return buffer.getvalue()
+    if isinstance(value, str):
+        path = Path(value)
+        if not path.is_absolute():
+            path = Path(source.path).parent / path
+        return path.read_bytes() if path.is_file() else None
+    return None
+
+
+def ingest(sources: list[Source], corpus: Corpus, limit: int | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Read every source into the corpus, going on where an earlier run stopped. Returns counts per source."""
+    known = corpus.keys() if corpus.files() else set()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        for source in sources:
+            most = min((n for n in (source.limit, limit) if n is not None), default=None)
+            seen = {"read": 0, "kept": 0, "repeated": 0, "broken": 0, **corpus.state().get(source.name, {})}
+            task = progress.add_task(source.name, total=most, completed=seen["read"])
+            batch: list[Example] = []
+            if most is None or seen["read"] < most:
+                for row in stream(source, seen["read"]):
+                    take(row, source, batch, known, seen)
+                    progress.update(task, completed=seen["read"])
+                    if len(batch) >= SHARD:
+                        corpus.add(source.name, batch, seen)
+                        batch = []
+                    if most is not None and seen["read"] >= most:
+                        break
+                corpus.add(source.name, batch, seen)
+    return corpus.state()
+
+
+def take(row: dict[str, Any], source: Source, batch: list[Example], known: set[str], seen: dict[str, int]) -> None:
+    """One row into the batch; repeats and broken images are counted, not kept."""
+    seen["read"] += 1
+    if source.image not in row:
+        raise BadInput(f"source {source.name}: no column {source.image!r}; it has {', '.join(row)}")
+    data = image_bytes(row[source.image], source)
+    if data is None:
+        seen["broken"] += 1
+        return
+    prompt = row.get(source.prompt) if source.prompt else None
+    nominal = row.get(source.category_column) if source.category_column else source.category
+    text = str(prompt).strip() if prompt else None
+    example = Example(key_of(data), data, text or None, source.name, None if nominal is None else str(nominal))
+    if example.key in known:
+        seen["repeated"] += 1
+        return
+    try:
+        example.picture()
+    except BadInput:
+        seen["broken"] += 1
+        return
+    known.add(example.key)
+    batch.append(example)
+    seen["kept"] += 1

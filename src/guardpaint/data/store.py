@@ -1,0 +1,136 @@
+"""A corpus on disk: images in parquet shards, everything learned about them in append-only JSONL beside.
+
+OUT/
+  images/<source>-00000.parquet   key, image bytes, prompt, source, category as the source names it
+  state.json                      how far each source has been read
+  captions.jsonl  labels-<labeler>.jsonl  splits.jsonl
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from guardpaint.checkpoint import read_json, write_json
+from guardpaint.errors import BadInput
+
+SHARD = 500
+MOST_PIXELS = 64_000_000
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image with what its source says about it."""
+
+    key: str
+    """First 16 hex digits of the image bytes' SHA-256."""
+    image: bytes
+    prompt: str | None
+    source: str
+    nominal: str | None
+    """The source's own category; never a label."""
+
+    def picture(self) -> Image.Image:
+        """Decoded, RGB; a file that is not an image or is far too large is named."""
+        try:
+            opened = Image.open(io.BytesIO(self.image))
+            if opened.width * opened.height > MOST_PIXELS:
+                raise BadInput(f"image {self.key} of {self.source}: {opened.width}×{opened.height} is too large")
+            return opened.convert("RGB")
+        except (UnidentifiedImageError, OSError, ValueError) as error:
+            raise BadInput(f"image {self.key} of {self.source}: cannot be decoded ({error})") from error
+
+
+def key_of(image: bytes) -> str:
+    return hashlib.sha256(image).hexdigest()[:16]
+
+
+class Corpus:
+    """Reads and extends a corpus folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.shards = root / "images"
+
+    def state(self) -> dict[str, dict[str, int]]:
+        path = self.root / "state.json"
+        return read_json(path) if path.exists() else {}
+
+    def add(self, source: str, examples: Sequence[Example], seen: Mapping[str, int]) -> Path | None:
+        """One shard, then the source's counts: a crash in between repeats rows, which their keys make harmless."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = None
+        if examples:
+            self.shards.mkdir(parents=True, exist_ok=True)
+            path = self.shards / f"{source}-{seen['read']:08d}.parquet"
+            part = path.with_suffix(".part")
+            pq.write_table(pa.Table.from_pylist([asdict(e) for e in examples], schema()), part)
+            part.rename(path)
+        write_json(self.root / "state.json", {**self.state(), source: dict(seen)})
+        return path
+
+    def keys(self) -> set[str]:
+        import pyarrow.parquet as pq
+
+        return {k for p in self.files() for k in pq.read_table(p, columns=["key"])["key"].to_pylist()}
+
+    def files(self) -> list[Path]:
+        return sorted(self.shards.glob("*.parquet"))
+
+    def __iter__(self) -> Iterator[Example]:
+        """Every example once, a few at a time in memory; sources and order are stable."""
+        import pyarrow.parquet as pq
+
+        seen: set[str] = set()
+        if not self.files():
+            raise BadInput(f"{self.root}: no images; fill it with `guardpaint data ingest`")
+        for path in self.files():
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=64):
+                for row in batch.to_pylist():
+                    if row["key"] not in seen:
+                        seen.add(row["key"])
+                        yield Example(**row)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """A JSONL file of this corpus; a half-written last line (a crash) is dropped, any other bad line is named."""
+        path = self.root / name
+        if not path.exists():
+            return []
+        rows = []
+        text = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(text, 1):
+            if not line:
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number == len(text):
+                    break
+                raise BadInput(f"{path}:{number}: not JSON ({error})") from error
+        return rows
+
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines, after mending a last line that a crash cut short."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            kept = path.read_bytes()
+            path.write_bytes(kept[: kept.rfind(b"\n") + 1])
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+
+
+def schema() -> Any:
+    import pyarrow as pa
+
+    text = pa.string()
+    return pa.schema([("key", text), ("image", pa.binary()), ("prompt", text), ("source", text), ("nominal", text)])

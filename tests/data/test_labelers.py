@@ -1,0 +1,186 @@
+"""Labelers: small random-initialised models of the real classes, and a server that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import vlms
+from PIL import Image
+
+from guardpaint.data import labelers
+from guardpaint.data.labelers import Asking, ChatLabeler, DetectorLabeler, EndpointLabeler, ShieldLabeler, open_labeler
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.policy import Policy
+
+POLICY = Policy.default()
+PICTURES = [Image.new("RGB", (64, 48), c) for c in ("red", "blue")]
+GOOD = '{"safe": 0.7, "nudity": 0.2, "violence": 0.1}'
+
+
+@pytest.mark.parametrize("family", sorted(vlms.CHAT))
+def test_chat_models_answer_and_are_never_taken_for_safe(family):
+    """A random model talks nonsense: every answer is there, none is readable, pictures do reach the model."""
+    model, processor = vlms.CHAT[family]()
+    labeler = ChatLabeler(model, processor, Asking(POLICY, longest=6), family)
+    answers = labeler.label(PICTURES)
+    assert len(answers) == 2 and all(a.scores is None and a.problem for a in answers)
+    captions = labeler.caption(PICTURES)
+    assert len(captions) == 2
+    assert labeler.label(PICTURES) == answers, "greedy answers repeat"
+
+
+def test_the_picture_matters():
+    """The same question on another picture gives another distribution over the first word."""
+    model, processor = vlms.CHAT["qwen2.5-vl"]()
+    seen = []
+    model.register_forward_hook(lambda module, args, out: seen.append(out.logits[:, -1].detach()))
+    ChatLabeler(model, processor, Asking(POLICY, longest=1), "q").label(PICTURES)
+    assert not torch.allclose(seen[0][0], seen[0][1])
+
+
+def test_self_consistency_asks_again():
+    model, processor = vlms.CHAT["qwen2.5-vl"]()
+    labeler = ChatLabeler(model, processor, Asking(POLICY, passes=3, longest=3), "q")
+    answer = labeler.label(PICTURES[:1])[0]
+    assert answer.problem == "3 of 3 passes unreadable" and answer.raw.count("---") == 2
+
+
+def test_a_saved_chat_model_loads_by_name(tmp_path):
+    model, processor = vlms.CHAT["llava"]()
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    labeler = open_labeler(f"vlm:{tmp_path}", Asking(POLICY, longest=2))
+    assert len(labeler.label(PICTURES)) == 2
+
+
+def test_a_guard_model_scores_every_harm():
+    labeler = ShieldLabeler(*vlms.shieldgemma(), POLICY, "shield")
+    for answer in labeler.label(PICTURES):
+        assert set(answer.scores) == set(POLICY.names)
+        harms = [answer.scores[n] for n in POLICY.names[1:]]
+        assert answer.scores["safe"] == pytest.approx(1 - max(harms)) and all(0 <= h <= 1 for h in harms)
+
+
+def test_a_detector_scores_by_its_best_box():
+    labeler = DetectorLabeler(*vlms.grounding_dino(), POLICY, labelers.PHRASES)
+    answers = labeler.label(PICTURES)
+    assert all(set(a.scores) == set(POLICY.names) and 0 <= a.scores["nudity"] <= 1 for a in answers)
+    with pytest.raises(BadConfig, match="none given for \\['violence'\\]"):
+        DetectorLabeler(*vlms.grounding_dino(), POLICY, {"nudity": ["x"]})
+
+
+class Server:
+    """Answers in turn from a script: a number is a status, a string a completion, other things are odd bodies."""
+
+    def __init__(self, script):
+        self.script, self.asked = list(script), []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.asked.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
+                turn = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
+                if turn == "hang":
+                    time.sleep(1.5)
+                    return
+                status = turn if isinstance(turn, int) else 200
+                reply = {"choices": [{"message": {"content": turn}}]} if isinstance(turn, str) else turn
+                data = b"<html>" if turn is None else json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+
+
+def endpoint(server, **more):
+    settings = {"timeout": 0.5, "retries": 2, "wait": 0.01, "parallel": 1, **more}
+    return EndpointLabeler(server.url, "some-model", Asking(POLICY), key="k", **settings)
+
+
+def test_an_endpoint_gets_picture_policy_and_key():
+    with Server([GOOD]) as server:
+        answer = endpoint(server).label(PICTURES[:1])[0]
+    assert answer.scores == {"safe": 0.7, "nudity": 0.2, "violence": 0.1}
+    asked = server.asked[0]
+    assert asked["path"] == "/v1/chat/completions" and asked["key"] == "Bearer k"
+    image, text = asked["body"]["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,") and "Policy:" in text["text"]
+
+
+@pytest.mark.parametrize("trouble", [500, 503, 429, None, {"choices": []}, {"choices": [{"message": {}}]}, "hang"])
+def test_trouble_is_tried_again(trouble):
+    with Server([trouble, GOOD]) as server:
+        assert endpoint(server).label(PICTURES[:1])[0].scores is not None
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "problem", "tries"),
+    [(500, "HTTP 500", 3), (401, "HTTP 401", 1), (None, "not a chat completion", 3), ("garbage", "no JSON object", 1)],
+)
+def test_lasting_trouble_is_unreadable(trouble, problem, tries):
+    with Server([trouble]) as server:
+        answer = endpoint(server).label(PICTURES[:1])[0]
+    assert answer.scores is None and problem in answer.problem and len(server.asked) == tries
+
+
+def test_no_server_is_unreadable():
+    answer = EndpointLabeler("http://127.0.0.1:9/v1", "m", Asking(POLICY), retries=0).label(PICTURES)[1]
+    assert answer.scores is None and "no answer" in answer.problem
+
+
+def test_order_is_kept_side_by_side():
+    with Server([GOOD, GOOD, "nonsense", GOOD]) as server:
+        answers = endpoint(server, parallel=1).label([PICTURES[0]] * 4)
+    assert [a.scores is None for a in answers] == [False, False, True, False]
+
+
+def test_captions_over_an_endpoint():
+    with Server(["a red square", "I cannot help with that"]) as server:
+        assert endpoint(server).caption(PICTURES) == ["a red square", None]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("magic", "write vlm:MODEL"),
+        ("vlm:", "write vlm:MODEL"),
+        ("endpoint:http://x/v1", "name the model after a #"),
+        ("endpoint:ftp://x#m", "must start with http"),
+    ],
+)
+def test_bad_descriptions_are_named(spec, message):
+    with pytest.raises(BadConfig, match=message):
+        open_labeler(spec, Asking(POLICY))
+
+
+@pytest.mark.parametrize("kind", ["vlm", "shieldgemma", "detector"])
+def test_missing_models_are_named(kind, tmp_path):
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        open_labeler(f"{kind}:{tmp_path}", Asking(POLICY))
+
+
+def test_bad_ways_of_asking_are_named():
+    with pytest.raises(BadConfig, match="passes=0"):
+        Asking(POLICY, passes=0)
+    with pytest.raises(BadConfig, match="timeout=0"):
+        EndpointLabeler("http://x", "m", Asking(POLICY), timeout=0)
