@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from PIL import Image
@@ -33,6 +33,7 @@ LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError
 HINT = "; models that also take video need torchvision" if find_spec("torchvision") is None else ""
 
 
+@runtime_checkable
 class Labeler(Protocol):
     """Answers for pictures, in order; a picture it fails on gets an unreadable answer, never a lost one."""
 
@@ -41,6 +42,7 @@ class Labeler(Protocol):
     def label(self, pictures: Sequence[Image.Image]) -> list[Answer]: ...
 
 
+@runtime_checkable
 class Captioner(Protocol):
     """Prompt-styled captions; None where the model would not say."""
 
