@@ -1,4 +1,4 @@
-"""Write the cost table of README.md from docs/results/bench.json.
+"""Write the tables of README.md and docs/world.md from the results files.
 
 python bench/table.py
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-START, END = "<!-- bench: written by bench/table.py -->\n", "<!-- /bench -->"
-ROWS = {
+BENCH = {
     "benign_audit_vs_step": "benign audit of one step (tiny decoder, 224 px), in base steps",
     "benign_audit_fine_vs_step": "the same with the 384 px confirmation, in base steps",
     "full_vae_audit_vs_step": "for comparison: one full VAE decode, in base steps",
@@ -23,23 +23,58 @@ ROWS = {
     "tournament_peak_gib": "peak memory of that batch above the loaded models, GiB",
     "import_seconds_light": "`import guardpaint`, seconds",
 }
+WORLD = ("agreement", "unsafe_yield", "benign_unsafe", "kid", "vae_psnr", "inpaint_agreement", "inpaint_outside_error",
+         "seconds_per_image")  # fmt: skip
 
 
-def table() -> str:
-    metrics = json.loads((ROOT / "docs/results/bench.json").read_text())["metrics"]
+def metrics_of(name: str) -> dict[str, Any]:
+    path = ROOT / f"docs/results/{name}.json"
+    return json.loads(path.read_text())["metrics"] if path.exists() else {}
+
+
+def cell(m: dict[str, Any]) -> str:
+    value = "–" if m["value"] is None else f"{m['value']:.3g}"
+    ci = f" [{m['ci'][0]:.3g}, {m['ci'][1]:.3g}]" if "ci" in m else ""
+    return f"{value}{ci}"
+
+
+def goal(m: dict[str, Any]) -> str:
+    if "goal" not in m:
+        return ""
+    return f"{m['goal'].replace('<=', '≤ ').replace('>=', '≥ ')}, {'met' if m['met'] else '**not met**'}"
+
+
+def bench_table() -> str:
+    metrics = metrics_of("bench")
     lines = ["| what | measured | goal |", "|---|---|---|"]
-    for name, meaning in ROWS.items():
+    for name, meaning in BENCH.items():
         m = metrics[name]
-        goal = f"{m['goal'].replace('<=', '≤ ')}, {'met' if m['met'] else '**not met**'}" if "goal" in m else ""
-        lines.append(f"| {meaning} | {m['value']:.3g} | {goal} |")
+        lines.append(f"| {meaning} | {m['value']:.3g} | {goal(m)} |")
     return "\n".join(lines) + "\n"
 
 
+def world_table() -> str:
+    """One row per metric, models in the order measured; sub-metrics stay in the file."""
+    metrics = metrics_of("world")
+    if not metrics:
+        return "Not measured yet.\n"
+    lines = ["| what | n | measured | goal |", "|---|---|---|---|"]
+    for name, m in metrics.items():
+        part, _, kind = name.partition(".")
+        if kind in WORLD or part in ("oracle", "render_per_second", "assets_mb"):
+            lines.append(f"| `{name}` | {m['n']} | {cell(m)} | {goal(m)} |")
+    return "\n".join(lines) + "\n"
+
+
+def put(path: Path, mark: str, table: str) -> None:
+    start, end = f"<!-- {mark}: written by bench/table.py -->\n", f"<!-- /{mark} -->"
+    head, rest = path.read_text().split(start)
+    path.write_text(head + start + table + end + rest.split(end, 1)[1])
+
+
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    head, rest = text.split(START)
-    readme.write_text(head + START + table() + END + rest.split(END, 1)[1])
+    put(ROOT / "README.md", "bench", bench_table())
+    put(ROOT / "docs/world.md", "world", world_table())
 
 
 if __name__ == "__main__":
