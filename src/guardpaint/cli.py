@@ -340,6 +340,19 @@ def train_tiny(
     tiny_decoder.run(config, vae, out_dir, minutes)
 
 
+@train_app.command("auditor")
+def train_auditor(
+    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/mini-auditor.yaml.")],
+    views: Annotated[Path, typer.Option(help="Folder of views made by `guardpaint data views`.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve.")],
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
+) -> None:
+    """Train the Auditor-Scorer; the best checkpoint by macro-F1 goes to OUT/model."""
+    from guardpaint.train import auditor
+
+    auditor.run(config, views, out_dir, minutes)
+
+
 @train_app.command("oracle")
 def train_oracle(
     config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/oracle.yaml.")],

@@ -142,3 +142,34 @@ def build(
     facts = card.build(store, labels, cuts, seed)
     typer.echo(f"{facts['images']} images, {facts['splits']}, left out {facts['left_out']}")
     typer.echo(str(card.write_card(store, labels, cuts, facts)))
+
+
+@app.command()
+def views(
+    base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder of views.")],
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="Re-noised scenes, each giving an x̂0 and a stepped view.")] = 4000,
+    trajectories: Annotated[int, typer.Option(min=0, help="Whole generations, a random step of each.")] = 0,
+    judge: Annotated[
+        Path | None, typer.Option(help="Auditor that labels finished trajectories; needed for trajectories.")
+    ] = None,
+    tiny: Annotated[Path | None, typer.Option(help="Tiny decoder: half of the views go through it.")] = None,
+) -> None:
+    """Views of unfinished pictures with exact ground truth; run again to go on."""
+    import torch
+
+    from guardpaint.audit.model import AuditorScorer
+    from guardpaint.data import views as make
+    from guardpaint.errors import BadInput
+
+    torch.set_num_threads(1)
+    if trajectories and judge is None:
+        raise BadInput("trajectories are labelled by an auditor trained on finished pictures: name it with --judge")
+    decoder = None
+    if tiny is not None:
+        from diffusers import AutoencoderTiny
+
+        decoder = AutoencoderTiny.from_pretrained(tiny).float().eval()
+    labels = make.audited(AuditorScorer.from_pretrained(judge)) if judge is not None else None
+    typer.echo(str(make.make_views(base, decoder, out_dir, split, count, trajectories, labels)))

@@ -7,7 +7,6 @@ Most views come from one call of the base on a re-noised render; whole trajector
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from rich.progress import track
 from torch import Tensor
 
 from guardpaint.bases import load_base, settings
-from guardpaint.checkpoint import write_atomic
 from guardpaint.draft import schedule
-from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
+from guardpaint.draft.codec import ViewDecoder, resize, vae_decode, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
+from guardpaint.train.engine import write_tensors
 from guardpaint.world.captions import caption
 from guardpaint.world.render import CODE, render
 from guardpaint.world.scene import Scene, sample_scene
@@ -267,11 +266,26 @@ def trajectory(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int], jud
     return stacked(pipe, tiny, latents, [3, 4], before, after, progress, masks, category, seeds, g)
 
 
+def audited(auditor: Any) -> Any:
+    """Category and mask of finished pictures by an auditor that was trained on finished ones.
+
+    Not by the oracle: what judges an evaluation must not have taught what is judged.
+    """
+
+    def judge(images: Float[Tensor, "b 3 h w"]) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"]]:
+        size = auditor.sizes[0]
+        found = auditor.audit(resize(images.float(), (size, size)), [None] * len(images), 0.0)
+        category = torch.tensor([auditor.categories.index(a.harm) for a in found])
+        maps = torch.stack([a.adv_map for a in found])[:, None]
+        masks = resize(maps, (int(images.shape[-2]), int(images.shape[-1])))[:, 0] > 0.5
+        return category, masks & (category != 0).view(-1, 1, 1)
+
+    return judge
+
+
 def store(parts: list[Views], path: Path) -> Views:
     whole = joined(parts)
-    buffer = io.BytesIO()
-    torch.save({f.name: getattr(whole, f.name) for f in fields(Views)}, buffer)
-    write_atomic(path, buffer.getvalue())
+    write_tensors(path, {f.name: getattr(whole, f.name) for f in fields(Views)})
     return whole
 
 

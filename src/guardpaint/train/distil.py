@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from rich.progress import track
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import read_json, write_atomic, write_json
+from guardpaint.checkpoint import read_json, write_json
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.images import save_image
-from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.train.engine import TrainConfig, fit, load_config, write_tensors
 from guardpaint.train.generator import load_pipeline, sample_sheet
 from guardpaint.train.latents import fingerprint
 from guardpaint.train.recipes import logit_normal
@@ -140,8 +140,6 @@ def student_levels(pipe: Any, steps: int) -> Float[Tensor, " n"]:
 
 def collect(teacher: Velocity, config: DistilConfig, length: int, cache: Path, batch: int = 50) -> dict[str, Tensor]:
     """Trajectories of training prompts, cached; an interrupted collection goes on where it stopped."""
-    import io
-
     pipe = teacher.pipe
     nodes = student_levels(pipe, config.steps)
     size = pipe.transformer.config.sample_size or 16
@@ -157,9 +155,7 @@ def collect(teacher: Velocity, config: DistilConfig, length: int, cache: Path, b
         prompts = [prompt(k * batch + i) for i in range(batch)]
         made.append(trajectories(teacher, nodes, prompts, shape, config, length, FIRST + k))
         if k % 5 == 4 or k == total - 1:
-            buffer = io.BytesIO()
-            torch.save({"paths": torch.cat(made, 1).half()}, buffer)
-            write_atomic(cache, buffer.getvalue())
+            write_tensors(cache, {"paths": torch.cat(made, 1).half()})
     return {"paths": torch.cat(made, 1), "nodes": nodes}
 
 

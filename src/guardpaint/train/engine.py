@@ -7,10 +7,12 @@ depend on (seed, step) alone, so a resumed run sees exactly what an uninterrupte
 from __future__ import annotations
 
 import csv
+import io
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import write_atomic, write_json
+from guardpaint.checkpoint import read_json, write_atomic, write_json
 from guardpaint.errors import BadCheckpoint, BadConfig
 
 
@@ -40,6 +42,12 @@ class TrainConfig:
     checkpoint_minutes: float = 5.0
     sample_minutes: float = 5.0
     threads: int = 1
+    precision: str = "no"
+    """Mixed precision where the hardware has it: no, fp16 or bf16."""
+    validate_every: int = 0
+    """Steps between validations, for trainers that have one; 0: never."""
+    patience: int = 0
+    """Stop after so many validations without a better score; 0: never."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
@@ -48,6 +56,8 @@ class TrainConfig:
             )
         if self.schedule not in ("cosine", "linear", "constant") or not 0 <= self.ema < 1:
             raise BadConfig(f"schedule={self.schedule!r} must be cosine, linear or constant; ema={self.ema} in [0, 1)")
+        if self.precision not in ("no", "fp16", "bf16"):
+            raise BadConfig(f"precision={self.precision!r}: choose no, fp16 or bf16")
 
     def rate(self, step: int) -> float:
         """Learning rate at a step: linear warm-up, then the schedule down to a hundredth."""
@@ -113,30 +123,42 @@ def fit(
     *,
     minutes: float | None = None,
     sample: Callable[[nn.Module, Path], None] | None = None,
+    validate: Callable[[nn.Module], dict[str, float]] | None = None,
     quiet: bool = False,
 ) -> nn.Module:
-    """Train until done (or for `minutes` of this sitting), resuming from `out`; returns the model with EMA weights."""
+    """Train until done (or for `minutes` of this sitting), resuming from `out`; returns the model with EMA weights.
+
+    Under `accelerate launch` every process takes its own batches and the first one writes. With `validate` (its
+    `score` counts) the best EMA weights are kept and returned, and training stops when patience runs out.
+    """
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     out.mkdir(parents=True, exist_ok=True)
-    accelerator = Accelerator()
+    accelerator = Accelerator(
+        mixed_precision=config.precision,
+        log_with="tensorboard" if find_spec("tensorboard") is not None else None,
+        project_dir=out,
+    )
+    accelerator.init_trackers("board")
+    main = accelerator.is_main_process
     optimiser = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=config.weight_decay
     )
     ema = Ema(model, config.ema)
-    step, seconds = resume(out, model, optimiser, ema, config)
+    step, seconds = resume(out, model, optimiser, ema)
+    best = Best.read(out)
     model, optimiser = accelerator.prepare(model, optimiser)
     model.train()
     started = saved = sampled = time.monotonic()
     log: list[dict[str, float]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=quiet) as progress:
+    with Progress(*columns, disable=quiet or not main) as progress:
         task = progress.add_task(out.name, total=config.steps, completed=step)
-        while step < config.steps:
+        while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
                 group["lr"] = config.rate(step)
-            values = losses(model, batches(step))
+            values = losses(model, batches(step * accelerator.num_processes + accelerator.process_index))
             if not torch.isfinite(values["loss"]):
                 raise FloatingPointError(
                     f"loss is {values['loss'].item()} at step {step}; the last checkpoint is intact"
@@ -149,21 +171,82 @@ def fit(
             step += 1
             log.append({"step": step, "norm": float(norm), **{k: float(v.detach()) for k, v in values.items()}})
             progress.update(task, completed=step, description=f"{out.name} loss {log[-1]['loss']:.4f}")
+            if step % 20 == 0:
+                accelerator.log({k: v for k, v in log[-1].items() if k != "step"}, step)
             now = time.monotonic()
-            over = minutes is not None and now - started > 60 * minutes
-            if now - saved > 60 * config.checkpoint_minutes or over or step == config.steps:
+            snapshot = averaged(accelerator.unwrap_model(model), ema)
+            if main and validate is not None and config.validate_every and step % config.validate_every == 0:
+                with snapshot as smooth:
+                    found = validate(smooth)
+                accelerator.log(found, step)
+                best.offer(out, step, found, ema)
+            stop = agreed(accelerator, (minutes is not None and now - started > 60 * minutes) or best.exhausted(config))
+            last = stop or step == config.steps
+            if main and (now - saved > 60 * config.checkpoint_minutes or last):
                 save(out, accelerator.unwrap_model(model), optimiser, ema, config, step, seconds + now - started)
                 write_log(out, log)
                 log, saved = [], now
-            if sample is not None and (now - sampled > 60 * config.sample_minutes or over or step == config.steps):
-                with averaged(accelerator.unwrap_model(model), ema) as snapshot:
-                    sample(snapshot, out / f"sample-{step:06d}.png")
+            if main and sample is not None and (now - sampled > 60 * config.sample_minutes or last):
+                with snapshot as smooth:
+                    sample(smooth, out / f"sample-{step:06d}.png")
                 sampled = time.monotonic()
-            if over:
+            if stop:
                 break
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     final: nn.Module = accelerator.unwrap_model(model)
-    final.load_state_dict(ema.shadow)
+    final.load_state_dict(best.weights(out) if best.step else ema.shadow)
     return final.eval()
+
+
+def agreed(accelerator: Accelerator, stop: bool) -> bool:
+    """The first process decides for all; otherwise the others would wait for it for ever."""
+    if accelerator.num_processes == 1:
+        return stop
+    if stop and accelerator.is_main_process:
+        accelerator.set_trigger()
+    return bool(accelerator.check_trigger())
+
+
+BEST, BEST_NOTE = "best.pt", "best.json"
+
+
+@dataclass
+class Best:
+    """The best validated weights so far, on disk."""
+
+    step: int = 0
+    score: float = -math.inf
+    since: int = 0
+    """Validations since."""
+
+    @classmethod
+    def read(cls, out: Path) -> Best:
+        path = out / BEST_NOTE
+        return cls(**{k: read_json(path)[k] for k in ("step", "score", "since")}) if path.exists() else cls()
+
+    def offer(self, out: Path, step: int, found: dict[str, float], ema: Ema) -> None:
+        """Keep these weights if they score higher."""
+        if not math.isfinite(found["score"]):
+            raise FloatingPointError(f"validation score is {found['score']} at step {step}")
+        self.since += 1
+        if found["score"] > self.score:
+            self.step, self.score, self.since = step, found["score"], 0
+            write_tensors(out / BEST, ema.shadow)
+        write_json(out / BEST_NOTE, {"step": self.step, "score": self.score, "since": self.since, "last": found})
+
+    def exhausted(self, config: TrainConfig) -> bool:
+        return bool(config.patience) and self.since >= config.patience
+
+    def weights(self, out: Path) -> dict[str, Tensor]:
+        return torch.load(out / BEST, weights_only=True)
+
+
+def write_tensors(path: Path, value: Any) -> None:
+    """torch.save, whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    write_atomic(path, buffer.getvalue())
 
 
 class averaged:
@@ -187,25 +270,19 @@ STATE = "state.pt"
 
 def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig, step: int, seconds: float) -> None:
     """Everything a later sitting needs, in one atomic file."""
-    import io
-
-    buffer = io.BytesIO()
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimiser": optimiser.state_dict(),
-            "ema": ema.shadow,
-            "updates": ema.updates,
-            "step": step,
-            "seconds": seconds,
-        },
-        buffer,
-    )
-    write_atomic(out / STATE, buffer.getvalue())
+    state = {
+        "model": model.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "ema": ema.shadow,
+        "updates": ema.updates,
+        "step": step,
+        "seconds": seconds,
+    }
+    write_tensors(out / STATE, state)
     write_json(out / "run.json", {"step": step, "minutes": seconds / 60, "config": asdict(config)})
 
 
-def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig) -> tuple[int, float]:
+def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, float]:
     path = out / STATE
     if not path.exists():
         return 0, 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from rich.progress import track
 from torch import Tensor
 
-from guardpaint.checkpoint import write_atomic
 from guardpaint.errors import BadCheckpoint
+from guardpaint.train.engine import write_tensors
 from guardpaint.world.captions import caption
 from guardpaint.world.masks import training_mask
 from guardpaint.world.render import render
@@ -84,9 +83,7 @@ def encode_scenes(
             parts["masked"].append(z.view(len(scenes), masks, *z.shape[1:]))
             parts["masks"].append(small.view(len(scenes), masks, *small.shape[1:]))
     made = {name: torch.cat(values) for name, values in parts.items() if values}
-    buffer = io.BytesIO()
-    torch.save({"key": key, **made}, buffer)
-    write_atomic(cache, buffer.getvalue())
+    write_tensors(cache, {"key": key, **made})
     return widened(made)
 
 

@@ -1,0 +1,288 @@
+"""Train the Auditor-Scorer on views of unfinished and finished pictures.
+
+guardpaint train auditor --config configs/train/mini-auditor.yaml --views runs/views --out runs/mini-auditor
+accelerate launch --cpu --num_processes 2 -m guardpaint.cli train auditor …   # the same on several processes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from guardpaint.audit.model import AuditorConfig, AuditorScorer, Text
+from guardpaint.checkpoint import read_json, write_json
+from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.draft.codec import resize
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.policy import Policy
+from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
+from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.world.masks import brush
+from guardpaint.world.render import render
+from guardpaint.world.scene import safe_version, sample_scene
+
+VALIDATION = 1500
+FULL_STRENGTH = 0.12
+"""An unsafe area of this share of the picture, or more, has strength 1."""
+
+
+@dataclass(frozen=True)
+class AuditorRecipe:
+    """Shape of the auditor, weights of its losses, and how views are disturbed."""
+
+    shape: dict[str, Any] = field(default_factory=dict)
+    """AuditorConfig fields; `small: true` starts from the small shape."""
+    losses: dict[str, float] = field(default_factory=dict)
+    pairs: int = 12
+    """Images of a batch that are matched against each other's prompts."""
+    composites: float = 0.3
+    """Share of views with a seam artefact of known strength."""
+    repaired: float = 0.15
+    """Share of unsafe rows shown repaired, with their unsafe prompt: matched, and safe."""
+    fine: float = 0.1
+    """Share of batches at the larger size."""
+
+    def config(self) -> AuditorConfig:
+        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in self.shape.items()}
+        small = shape.pop("small", False)
+        try:
+            return AuditorConfig.tiny(**shape) if small else AuditorConfig(**shape)
+        except TypeError as error:
+            raise BadConfig(f"auditor shape: {error}") from error
+
+
+@dataclass(frozen=True)
+class AuditBatch:
+    """Views at audit size with their prompts and targets."""
+
+    images: Float[Tensor, "b 3 h w"]
+    ids: Int[Tensor, "b l"]
+    noise: Float[Tensor, " b"]
+    targets: Targets
+
+
+class AuditorTask(nn.Module):
+    """The auditor with its losses, so that data-parallel wrappers see one forward pass."""
+
+    def __init__(
+        self, auditor: AuditorScorer, class_weights: Sequence[float], weights: LossWeights, pairs: int
+    ) -> None:
+        super().__init__()
+        self.auditor, self.weights, self.pairs = auditor, weights, pairs
+        self.class_weights: Tensor
+        self.register_buffer("class_weights", torch.tensor(class_weights), persistent=False)
+
+    def forward(self, batch: AuditBatch) -> dict[str, Tensor]:
+        model = self.auditor
+        visual = model.features(batch.images)
+        text = Text(*model.text(batch.ids))
+        scores = model.heads(visual, text, batch.noise)
+        p = self.pairs
+        cosines = pairwise_cosines(model, visual[:p], Text(text.vector[:p], text.sequence[:p], text.padding[:p]))
+        return total(scores, cosines, model.log_temperature, batch.targets, self.class_weights, self.weights)
+
+
+def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
+    """Relative adversary strength: the unsafe share of the picture, up to FULL_STRENGTH."""
+    return (masks.mean((1, 2)) / FULL_STRENGTH).clamp(max=1).sqrt()
+
+
+class Sampler:
+    """Batches by index: classes balanced, some views repaired, some with artefacts."""
+
+    def __init__(self, views: Views, recipe: AuditorRecipe, auditor: AuditorScorer, config: TrainConfig) -> None:
+        self.views, self.recipe, self.auditor, self.config = views, recipe, auditor, config
+        self.by_class = [torch.nonzero(views.category == c)[:, 0] for c in range(len(auditor.categories))]
+        empty = [auditor.categories[c] for c, rows in enumerate(self.by_class) if not len(rows)]
+        if empty:
+            raise BadInput(f"views hold nothing of {', '.join(empty)}; make more of them")
+
+    def batch(self, index: int) -> AuditBatch:
+        """By (seed, index) alone."""
+        g = torch.Generator().manual_seed(self.config.seed * 1_000_003 + index)
+        n = self.config.batch_size
+        shares = [n // 2] + [n // 2 // (len(self.by_class) - 1)] * (len(self.by_class) - 1)
+        shares[0] += n - sum(shares)
+        rows = torch.cat(
+            [r[torch.randint(len(r), (k,), generator=g)] for r, k in zip(self.by_class, shares, strict=True)]
+        )
+        rows = rows[torch.randperm(n, generator=g)]
+        images = self.views.images[rows].float() / 255
+        masks, category = self.views.masks[rows].float(), self.views.category[rows].clone()
+        noise = self.views.noise[rows].clone().float()
+        prompts = [self.views.prompt(int(r)) for r in rows]
+        self.repair(images, masks, category, noise, rows, g)
+        images, quality, judged = composites(images, self.recipe.composites, g)
+        images = disturbed(images, g)
+        images, masks = flipped(images, masks, g)
+        size = self.auditor.sizes[int(torch.rand((), generator=g) < self.recipe.fine)]
+        targets = Targets(category, strength_of(masks), quality, masks, judged)
+        return AuditBatch(resize(images, (size, size)), self.auditor.token_ids(prompts), noise, targets)
+
+    def repair(self, images: Tensor, masks: Tensor, category: Tensor, noise: Tensor, rows: Tensor, g: Any) -> None:
+        """Show some unsafe scenes in their safe form, in place; the prompt stays."""
+        chosen = (category != 0) & (torch.rand(len(rows), generator=g) < self.recipe.repaired)
+        for i in torch.nonzero(chosen)[:, 0].tolist():
+            scene = safe_version(sample_scene(int(self.views.seeds[rows[i]])))
+            images[i] = torch.from_numpy(render(scene).image).permute(2, 0, 1).float() / 255
+            masks[i], category[i], noise[i] = 0.0, 0, 0.0
+
+
+def composites(
+    images: Float[Tensor, "b 3 h w"], share: float, g: torch.Generator
+) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, " b"], Float[Tensor, " b"]]:
+    """Some pictures get a patch that does not belong, blended in with known strength; the others have quality 1.
+
+    Foreign patches may add or hide unsafe things, so their safety label is not judged.
+    """
+    import random
+
+    out, n = images.clone(), len(images)
+    quality, judged = torch.ones(n), torch.ones(n)
+    for i in torch.nonzero(torch.rand(n, generator=g) < share)[:, 0].tolist():
+        rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
+        mask = torch.from_numpy(brush(rng)).float()
+        kind, strength = rng.choice(("foreign", "blur", "cast", "noise", "shift")), rng.random()
+        if kind == "foreign":
+            wrong = images[rng.randrange(n)]
+            judged[i] = 0.0
+        elif kind == "blur":
+            wrong = F.avg_pool2d(images[i][None], 9, 1, 4, count_include_pad=False)[0]
+        elif kind == "cast":
+            wrong = (images[i] + 0.45 * torch.randn(3, 1, 1, generator=g)).clamp(0, 1)
+        elif kind == "noise":
+            wrong = (images[i] + 0.35 * torch.randn(images[i].shape, generator=g)).clamp(0, 1)
+        else:
+            wrong = images[i].roll((rng.choice((-6, 6)), rng.choice((-6, 6))), (1, 2))
+        out[i] = images[i] + strength * mask * (wrong - images[i])
+        quality[i] = 1 - strength
+    return out, quality, judged
+
+
+def disturbed(images: Float[Tensor, "b 3 h w"], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
+    """Exposure, colour cast and grain, a little."""
+    n = len(images)
+    gain = 1 + 0.10 * torch.randn((n, 1, 1, 1), generator=g) + 0.04 * torch.randn((n, 3, 1, 1), generator=g)
+    grain = 0.03 * torch.rand((n, 1, 1, 1), generator=g) * torch.randn(images.shape, generator=g)
+    return (images * gain + grain).clamp(0, 1)
+
+
+def flipped(
+    images: Float[Tensor, "b 3 h w"], masks: Float[Tensor, "b h w"], g: torch.Generator
+) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, "b h w"]]:
+    flip = torch.rand(len(images), generator=g) < 0.5
+    images, masks = images.clone(), masks.clone()
+    images[flip], masks[flip] = images[flip].flip(-1), masks[flip].flip(-1)
+    return images, masks
+
+
+@torch.no_grad()
+def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> dict[str, Tensor]:
+    """Every view with its own prompt: logits, maps, F's cosine with the right and with another prompt."""
+    parts: dict[str, list[Tensor]] = {k: [] for k in ("adv", "probs", "strength", "quality", "matched", "mismatched")}
+    for start in range(0, len(views), batch):
+        part = views.rows(torch.arange(start, min(start + batch, len(views))))
+        visual = model.features(resize(part.images.float() / 255, (size, size)))
+        text = Text(*model.text(model.token_ids([part.prompt(i) for i in range(len(part))])))
+        s = model.heads(visual, text, part.noise.float())
+        other = torch.roll(torch.arange(len(part)), 1)
+        wrong = Text(text.vector[other], text.sequence[other], text.padding[other])
+        values = {
+            "adv": s.adv_logit.sigmoid(),
+            "probs": s.class_logits.softmax(1),
+            "strength": s.strength,
+            "quality": s.quality,
+            "matched": s.cosine,
+            "mismatched": model.heads(visual, wrong, part.noise.float()).cosine,
+        }
+        for name, value in values.items():
+            parts[name].append(value)
+    return {name: torch.cat(v) for name, v in parts.items()}
+
+
+def macro_f1(said: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) -> float:
+    """Mean F1 over classes."""
+    scores = []
+    for c in range(classes):
+        hit = ((said == c) & (right == c)).sum().item()
+        wrong = ((said == c) != (right == c)).sum().item()
+        scores.append(2 * hit / max(1, 2 * hit + wrong))
+    return sum(scores) / classes
+
+
+def calibrate_faithfulness(model: AuditorScorer, matched: Tensor, mismatched: Tensor) -> None:
+    """Fit F = σ(slope · cosine + offset) to matched against mismatched pairs; kept in the checkpoint."""
+    x = np.concatenate([matched.numpy(), mismatched.numpy()]).astype(float)
+    y = np.concatenate([np.ones(len(matched)), np.zeros(len(mismatched))])
+
+    def cost(w: np.ndarray) -> float:
+        z = w[0] * x + w[1]
+        return float(np.mean(np.logaddexp(0, z) - y * z) + 1e-5 * w[0] ** 2)
+
+    slope, offset = minimize(cost, np.array([4.0, 0.0]), method="L-BFGS-B").x
+    model.f_slope.fill_(float(slope))
+    model.f_offset.fill_(float(offset))
+
+
+def find_views(folder: Path, split: str) -> Views:
+    """All bases' views of a split."""
+    found = sorted(folder.glob(f"*-{split}.pt"))
+    if not found:
+        raise BadInput(f"{folder}: no views of split {split}; make them with `guardpaint data views`")
+    return joined([load_views(p) for p in found])
+
+
+def run(config_file: Path, views_dir: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
+    """Train, keep the best by macro-F1, calibrate F, save with a card."""
+    recipe, config = load_config(config_file, AuditorRecipe)
+    torch.set_num_threads(config.threads)
+    policy = Policy.default()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        auditor = AuditorScorer(recipe.config())
+    weights = [policy.category(name).weight for name in auditor.categories]
+    task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
+    sampler = Sampler(find_views(views_dir, "train"), recipe, auditor, config)
+    held_out = find_views(views_dir, "validation")
+    late = held_out.rows(
+        torch.nonzero((held_out.progress >= 0.5) & (held_out.kind != KINDS.index("stepped")))[:, 0][:1500]
+    )
+
+    def validate(task: nn.Module) -> dict[str, float]:
+        assert isinstance(task, AuditorTask)
+        found = scored(task.auditor, late, task.auditor.sizes[0])
+        said = found["probs"].argmax(1)
+        score = macro_f1(said, late.category, len(weights))
+        return {"score": score, "accuracy": float((said == late.category).float().mean())}
+
+    fitted = fit(task, sampler.batch, lambda m, b: m(b), config, out, minutes=minutes, validate=validate, quiet=quiet)
+    assert isinstance(fitted, AuditorTask)
+    done = read_json(out / "run.json")
+    best = read_json(out / "best.json") if (out / "best.json").exists() else None
+    stopped_early = best is not None and config.patience and best["since"] >= config.patience
+    if done["step"] < config.steps and not stopped_early:
+        print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+        return
+    found = scored(fitted.auditor, late, fitted.auditor.sizes[0])
+    calibrate_faithfulness(fitted.auditor, found["matched"], found["mismatched"])
+    fitted.auditor.save_pretrained(out / "model", torch.float16)
+    card = {
+        "command": f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}",
+        "seed": config.seed,
+        "steps": done["step"],
+        "minutes": done["minutes"],
+        "best": best,
+        "parameters": sum(p.numel() for p in fitted.auditor.parameters()),
+        "config": asdict(config),
+    }
+    write_json(out / "model" / "card.json", card)
+    print(f"saved to {out / 'model'}; validation {best}")

@@ -1,0 +1,127 @@
+"""The auditor's losses (SPEC §2), as pure functions of its scores.
+
+Safety losses read the visual side alone, so they give no gradient to the text encoder or the faithfulness head;
+InfoNCE trains those and the shared backbone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from guardpaint.audit.model import AuditorScorer, Scores, Text
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """L_adv + 0.5 L_class + 0.4 L_rel + 0.3 L_seam + 0.5 L_InfoNCE (+ L_map where masks are known)."""
+
+    adv: float = 1.0
+    category: float = 0.5
+    strength: float = 0.4
+    seam: float = 0.3
+    match: float = 0.5
+    maps: float = 0.0
+    """0 in the paper's config: no loss ever sees a mask."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a batch of views should get."""
+
+    category: Int[Tensor, " b"]
+    strength: Float[Tensor, " b"]
+    quality: Float[Tensor, " b"]
+    mask: Float[Tensor, "b h w"] | None
+    judged: Float[Tensor, " b"]
+    """1 where the safety label is known, 0 where a composite may have changed it."""
+
+
+def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
+    """L_adv: binary cross-entropy of "anything but safe"."""
+    each = F.binary_cross_entropy_with_logits(logit, (category != 0).float(), reduction="none")
+    return (judged * each).sum() / judged.sum().clamp(min=1)
+
+
+def categorical(
+    logits: Float[Tensor, "b c"], category: Int[Tensor, " b"], weights: Float[Tensor, " c"], judged: Float[Tensor, " b"]
+) -> Tensor:
+    """L_class: cross-entropy with class weights 1/5/2, normalised by the weights used."""
+    each = F.cross_entropy(logits, category, reduction="none")
+    used = judged * weights[category]
+    return (used * each).sum() / used.sum().clamp(min=1e-6)
+
+
+def regression(found: Float[Tensor, " b"], wanted: Float[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
+    """L_rel and L_seam: mean square."""
+    return (judged * (found - wanted) ** 2).sum() / judged.sum().clamp(min=1)
+
+
+def info_nce(cosines: Float[Tensor, "b b"], log_temperature: Tensor) -> Tensor:
+    """Symmetric: every image should find its prompt among the batch's, and every prompt its image."""
+    logits = cosines / log_temperature.exp()
+    target = torch.arange(len(cosines), device=cosines.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def map_loss(
+    adv_map: Float[Tensor, "b u v"],
+    class_maps: Float[Tensor, "b c u v"],
+    category: Int[Tensor, " b"],
+    mask: Float[Tensor, "b h w"],
+    judged: Float[Tensor, " b"],
+) -> Tensor:
+    """L_map: BCE and Dice of r_adv, and cross-entropy of the class maps, against the mask at map size."""
+    wanted = F.adaptive_avg_pool2d(mask[:, None], (adv_map.shape[-2], adv_map.shape[-1]))[:, 0]
+    inside = adv_map.sigmoid()
+    bce = F.binary_cross_entropy_with_logits(adv_map, wanted, reduction="none").mean((1, 2))
+    overlap = 2 * (inside * wanted).sum((1, 2)) + 1
+    dice = 1 - overlap / (inside.sum((1, 2)) + wanted.sum((1, 2)) + 1)
+    logs = class_maps.log_softmax(1)
+    harm = logs.gather(1, category.view(-1, 1, 1, 1).expand(-1, 1, *logs.shape[-2:]))[:, 0]
+    classes = -(wanted * harm + (1 - wanted) * logs[:, 0]).mean((1, 2))
+    return (judged * (bce + dice + classes)).sum() / judged.sum().clamp(min=1)
+
+
+def pairwise_cosines(model: AuditorScorer, visual: Float[Tensor, "b c u v"], text: Text) -> Float[Tensor, "b b"]:
+    """cos(image i read with prompt j, prompt j) for all pairs, exactly as an audit of that pair would give it.
+
+    The image side attends to the prompt's words, so a pair must be computed together: an image embedding made with
+    its own prompt would carry that prompt, and telling pairs apart would need no look at the image.
+    """
+    b = len(visual)
+    queries = model.query_norm(model.query(visual).flatten(2).transpose(1, 2))
+    keys = model.key_norm(text.sequence)
+    q = queries.repeat_interleave(b, 0)
+    k = keys.repeat(b, 1, 1)
+    padding = text.padding.repeat(b, 1)
+    attended, _ = model.attention(q, k, k, key_padding_mask=padding, need_weights=False)
+    images = F.normalize(model.image_proj(attended.mean(1)), dim=1).view(b, b, -1)
+    words = F.normalize(model.text_proj(text.vector), dim=1)
+    return (images * words[None]).sum(-1)
+
+
+def total(
+    scores: Scores,
+    cosines: Float[Tensor, "p p"],
+    log_temperature: Tensor,
+    want: Targets,
+    class_weights: Float[Tensor, " c"],
+    weights: LossWeights,
+) -> dict[str, Tensor]:
+    """All losses by name; `loss` is their weighted sum."""
+    parts = {
+        "adv": adversarial(scores.adv_logit, want.category, want.judged),
+        "category": categorical(scores.class_logits, want.category, class_weights, want.judged),
+        "strength": regression(scores.strength, want.strength, want.judged),
+        "seam": regression(scores.quality, want.quality, torch.ones_like(want.judged)),
+        "match": info_nce(cosines, log_temperature),
+    }
+    if weights.maps and want.mask is not None:
+        parts["maps"] = map_loss(scores.adv_map, scores.class_maps, want.category, want.mask, want.judged)
+    loss = sum((getattr(weights, name) * value for name, value in parts.items()), torch.zeros(()))
+    return {"loss": loss, **parts}

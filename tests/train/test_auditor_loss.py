@@ -1,0 +1,125 @@
+"""The auditor's losses against numbers worked by hand, and where their gradients go."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from guardpaint import tiny
+from guardpaint.audit.model import Text
+from guardpaint.train import auditor_loss as losses
+
+ONES = torch.ones(2)
+
+
+def test_adversarial_by_hand():
+    """Logit 0 on unsafe: ln 2; an unjudged row does not count, whatever it says."""
+    out = losses.adversarial(torch.tensor([0.0, 50.0]), torch.tensor([1, 0]), torch.tensor([1.0, 0.0]))
+    assert out.item() == pytest.approx(math.log(2))
+
+
+def test_categorical_by_hand():
+    """Uniform logits cost ln 3 whatever the weights; a sure hit on the heavy class outweighs: 5·0 + 1·ln 3 over 6."""
+    weights = torch.tensor([1.0, 5.0, 2.0])
+    flat = losses.categorical(torch.zeros(2, 3), torch.tensor([0, 1]), weights, ONES)
+    assert flat.item() == pytest.approx(math.log(3))
+    sure = losses.categorical(torch.tensor([[0.0, 0, 0], [0, 60, 0]]), torch.tensor([0, 1]), weights, ONES)
+    assert sure.item() == pytest.approx(math.log(3) / 6)
+
+
+def test_regression_by_hand():
+    assert losses.regression(torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.0]), ONES).item() == pytest.approx(0.625)
+
+
+def test_info_nce_by_hand():
+    """Temperature 1, cosines 1 on the diagonal and 0 beside: ln(1 + e^−1) both ways; all equal: ln 2."""
+    zero = torch.tensor(0.0)
+    assert losses.info_nce(torch.eye(2), zero).item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert losses.info_nce(torch.ones(2, 2), zero).item() == pytest.approx(math.log(2))
+
+
+def test_maps_by_hand():
+    """A map of zeros against an empty mask, 2×2: BCE ln 2; Dice 1 − 1/(2 + 0 + 1) = 2/3; classes ln 3."""
+    out = losses.map_loss(
+        torch.zeros(1, 2, 2), torch.zeros(1, 3, 2, 2), torch.tensor([0]), torch.zeros(1, 4, 4), torch.ones(1)
+    )
+    assert out.item() == pytest.approx(math.log(2) + 2 / 3 + math.log(3))
+
+
+def test_a_right_map_is_cheaper_than_a_wrong_one():
+    mask = torch.zeros(1, 8, 8)
+    mask[:, :4] = 1
+    right = torch.full((1, 4, 4), -8.0)
+    right[:, :2] = 8.0
+    classes = torch.zeros(1, 3, 4, 4)
+    classes[:, 1, :2], classes[:, 0, 2:] = 9.0, 9.0
+    good = losses.map_loss(right, classes, torch.tensor([1]), mask, torch.ones(1))
+    bad = losses.map_loss(-right, classes.flip(2), torch.tensor([1]), mask, torch.ones(1))
+    assert good < 0.2 < 3 < bad
+
+
+@pytest.fixture
+def scored():
+    model = tiny.auditor()
+    model.train()
+    images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    visual = model.features(images)
+    text = Text(*model.text(model.token_ids(["a red coat", "a statue", ""])))
+    return model, visual, text, model.heads(visual, text, torch.tensor([0.1, 0.5, 0.9]))
+
+
+def test_pairs_are_what_an_audit_of_the_pair_would_say(scored):
+    model, visual, text, scores = scored
+    pairs = losses.pairwise_cosines(model, visual, text)
+    torch.testing.assert_close(pairs.diagonal(), scores.cosine, atol=1e-5, rtol=1e-4)
+    swapped = Text(text.vector[[1, 0, 2]], text.sequence[[1, 0, 2]], text.padding[[1, 0, 2]])
+    other = model.heads(visual, swapped, torch.zeros(3)).cosine
+    torch.testing.assert_close(torch.stack([pairs[0, 1], pairs[1, 0]]), other[:2], atol=1e-5, rtol=1e-4)
+
+
+def faithfulness(model):
+    parts = (
+        model.text,
+        model.query,
+        model.query_norm,
+        model.key_norm,
+        model.attention,
+        model.image_proj,
+        model.text_proj,
+    )
+    return [p for part in parts for p in part.parameters()] + [model.log_temperature]
+
+
+@pytest.mark.parametrize("name", ["adv", "category", "strength", "seam", "maps"])
+def test_safety_labels_never_reach_the_faithfulness_head(scored, name):
+    model, visual, text, scores = scored
+    want = losses.Targets(torch.tensor([0, 1, 2]), torch.rand(3), torch.rand(3), torch.rand(3, 64, 64), torch.ones(3))
+    parts = losses.total(
+        scores, losses.pairwise_cosines(model, visual, text), model.log_temperature, want,
+        torch.tensor([1.0, 5.0, 2.0]), losses.LossWeights(maps=1.0),
+    )  # fmt: skip
+    parts[name].backward()
+    assert all(p.grad is None or not p.grad.any() for p in faithfulness(model))
+    assert any(p.grad is not None and p.grad.any() for p in model.backbone.parameters())
+
+
+def test_matching_trains_the_backbone_but_no_safety_head(scored):
+    model, visual, text, _ = scored
+    losses.info_nce(losses.pairwise_cosines(model, visual, text), model.log_temperature).backward()
+    assert any(p.grad is not None and p.grad.any() for p in model.backbone.parameters())
+    assert all(p.grad is not None and p.grad.any() for p in model.text_proj.parameters())
+    heads = (model.adv_head, model.class_head, model.strength_head, model.seam_conv, model.seam_out, model.time)
+    assert all(p.grad is None for head in heads for p in head.parameters())
+
+
+def test_the_sum_has_the_papers_weights(scored):
+    model, visual, text, scores = scored
+    want = losses.Targets(torch.tensor([0, 1, 2]), torch.rand(3), torch.rand(3), None, torch.ones(3))
+    p = losses.total(
+        scores, losses.pairwise_cosines(model, visual, text), model.log_temperature, want,
+        torch.tensor([1.0, 5.0, 2.0]), losses.LossWeights(),
+    )  # fmt: skip
+    by_hand = p["adv"] + 0.5 * p["category"] + 0.4 * p["strength"] + 0.3 * p["seam"] + 0.5 * p["match"]
+    torch.testing.assert_close(p["loss"], by_hand)
