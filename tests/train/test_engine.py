@@ -128,3 +128,9 @@ def test_vae_trains_resumes_and_ships_with_its_card(tmp_path):
     card = json.loads((tmp_path / "run" / "model" / "card.json").read_text())
     assert card["steps"] == 3 and card["metrics"]["psnr"]["n"] == 500 and card["seed"] == 1
     assert vae.config.scaling_factor > 0
+
+
+def test_a_rate_that_yaml_reads_as_text_is_explained(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {}\ntrain: {steps: 1, batch_size: 1, learning_rate: 1e-3}\n")
+    with pytest.raises(BadConfig, match=r"learning_rate='1e-3' is text; YAML reads 1e-3 so, write 1.0e-3"):
+        load_config(tmp_path / "c.yaml", dict)

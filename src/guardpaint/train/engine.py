@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from guardpaint.checkpoint import read_json, write_atomic, write_json
 from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.seeds import derive
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def load_config(path: Path, shape: Any) -> tuple[Any, TrainConfig]:
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for name in ("learning_rate", "weight_decay", "clip", "ema"):
+            if isinstance(data["train"].get(name), str):
+                raise BadConfig(f"{path}: {name}={data['train'][name]!r} is text; YAML reads 1e-3 so, write 1.0e-3")
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"].items()}
         return shape(**model), TrainConfig(**data["train"])
     except FileNotFoundError as error:
@@ -158,7 +162,10 @@ def fit(
         while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
                 group["lr"] = config.rate(step)
-            values = losses(model, batches(step * accelerator.num_processes + accelerator.process_index))
+            index = step * accelerator.num_processes + accelerator.process_index
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive(config.seed, "dropout", index))
+                values = losses(model, batches(index))
             if not torch.isfinite(values["loss"]):
                 raise FloatingPointError(
                     f"loss is {values['loss'].item()} at step {step}; the last checkpoint is intact"

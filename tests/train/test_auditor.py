@@ -1,0 +1,164 @@
+"""The auditor's trainer: batches, artefacts, F's calibration, a run that ends early, two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+import yaml
+
+from guardpaint import tiny
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.data import views
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.train import auditor as trainer
+from guardpaint.train.engine import TrainConfig
+from guardpaint.world.scene import sample_scene
+
+SMALL = {"small": True, "sizes": [64, 96]}
+
+
+@pytest.fixture(scope="module")
+def view_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("views")
+    net = tiny.vae(4)
+    for split, first in views.VIEW_SEEDS.items():
+        views.store([views.clean(net, list(range(first, first + 60)))], folder / f"small-{split}.pt")
+    return folder
+
+
+def sampler(view_folder, **recipe):
+    config = TrainConfig(steps=1, batch_size=16, learning_rate=0.1, seed=3)
+    data = trainer.find_views(view_folder, "train")
+    return trainer.Sampler(data, trainer.AuditorRecipe(**recipe), tiny.auditor(), config)
+
+
+def test_batches_are_balanced_and_repeat(view_folder):
+    s = sampler(view_folder, repaired=0.0)
+    a, b = s.batch(5), s.batch(5)
+    assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids)
+    assert torch.bincount(a.targets.category).tolist() == [8, 4, 4]
+    assert not torch.equal(a.images, s.batch(6).images)
+    unsafe = a.targets.category != 0
+    assert (a.targets.strength[unsafe] > 0).all() and (a.targets.strength[~unsafe] == 0).all()
+
+
+def test_repaired_scenes_are_safe_and_keep_their_prompt(view_folder):
+    """All unsafe rows repaired: no mask is left, every label is safe, prompts still speak of the unsafe scene."""
+    s = sampler(view_folder, repaired=1.0, composites=0.0)
+    batch = s.batch(0)
+    assert (batch.targets.category == 0).all() and not batch.targets.mask.any()
+    assert torch.equal(batch.ids, sampler(view_folder, repaired=0.0, composites=0.0).batch(0).ids)
+
+
+def test_strength_by_hand():
+    """A quarter of FULL_STRENGTH: √¼ = ½; all of it or more: 1."""
+    share = trainer.FULL_STRENGTH
+    masks = torch.zeros(3, 100, 100)
+    masks[0].view(-1)[: int(share * 2500)] = 1
+    masks[1].view(-1)[: int(share * 10000)] = 1
+    assert trainer.strength_of(masks).tolist() == pytest.approx([0.5, 1.0, 0.0], abs=1e-3)
+
+
+def test_artefacts_have_the_strength_they_claim():
+    images = torch.rand(64, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    out, quality, judged = trainer.composites(images, 0.5, torch.Generator().manual_seed(1))
+    changed = (out != images).flatten(1).any(1)
+    assert torch.equal(changed, quality < 1) and 15 < int(changed.sum()) < 50
+    assert (judged[~changed] == 1).all() and (judged == 0).any()
+    none, ones, _ = trainer.composites(images, 0.0, torch.Generator().manual_seed(1))
+    assert torch.equal(none, images) and (ones == 1).all()
+
+
+def test_macro_f1_by_hand():
+    """Class 0: 1 hit, 1 wrong → 2/3; class 1: 1 hit, 1 wrong → 2/3; class 2: none → 0. Mean 4/9."""
+    said, right = torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])
+    assert trainer.macro_f1(said, right, 3) == pytest.approx(4 / 9)
+
+
+def test_faithfulness_is_calibrated():
+    """Matched cosines near 0.8, others near 0.2: F is above ½ for the first, below for the second."""
+    model = tiny.auditor()
+    g = torch.Generator().manual_seed(0)
+    matched, others = 0.8 + 0.1 * torch.randn(200, generator=g), 0.2 + 0.1 * torch.randn(200, generator=g)
+    trainer.calibrate_faithfulness(model, matched, others)
+    f = lambda c: torch.sigmoid(model.f_slope * c + model.f_offset)  # noqa: E731
+    assert f(torch.tensor(0.7)) > 0.9 and f(torch.tensor(0.3)) < 0.1
+
+
+def write_config(path, **train):
+    train = {"steps": 30, "batch_size": 8, "learning_rate": 0.003, "warmup": 1, "validate_every": 10, **train}
+    path.write_text(yaml.safe_dump({"model": {"shape": SMALL, "pairs": 4, "losses": {"maps": 0.5}}, "train": train}))
+    return path
+
+
+def test_a_run_from_views_to_a_checkpoint(view_folder, tmp_path):
+    config = write_config(tmp_path / "c.yaml")
+    trainer.run(config, view_folder, tmp_path / "run", None, quiet=True)
+    rows = (tmp_path / "run/loss.csv").read_text().splitlines()
+    assert rows[0] == "step,norm,loss,adv,category,strength,seam,match,maps" and len(rows) == 31
+    losses = [float(r.split(",")[2]) for r in rows[1:]]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    model = AuditorScorer.from_pretrained(tmp_path / "run/model")
+    assert model.f_slope != 4.0, "F was calibrated"
+    card = json.loads((tmp_path / "run/model/card.json").read_text())
+    assert card["best"]["step"] in (10, 20, 30) and 0 <= card["best"]["score"] <= 1
+
+
+def test_training_ends_when_nothing_gets_better(view_folder, tmp_path):
+    """A rate too small to change anything: the first validation stays the best, patience 2 ends it at the third."""
+    config = write_config(
+        tmp_path / "c.yaml", learning_rate=0.000000001, ema=0.0, steps=100, validate_every=2, patience=2
+    )
+    trainer.run(config, view_folder, tmp_path / "run", None, quiet=True)
+    assert json.loads((tmp_path / "run/run.json").read_text())["step"] == 6
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(view_folder, tmp_path):
+    config = write_config(tmp_path / "c.yaml", steps=6, validate_every=3)
+    trainer.run(config, view_folder, tmp_path / "a", None, quiet=True)
+    trainer.run(config, view_folder, tmp_path / "b", 0.0, quiet=True)
+    assert not (tmp_path / "b/model").exists()
+    trainer.run(config, view_folder, tmp_path / "b", None, quiet=True)
+    one, two = (AuditorScorer.from_pretrained(tmp_path / n / "model").state_dict() for n in "ab")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_missing_views_are_named(tmp_path, view_folder):
+    with pytest.raises(BadInput, match="no views of split train"):
+        trainer.find_views(tmp_path, "train")
+    safe = trainer.find_views(view_folder, "train")
+    safe = safe.rows(torch.nonzero(safe.category == 0)[:, 0])
+    with pytest.raises(BadInput, match="nothing of nudity, violence"):
+        trainer.Sampler(safe, trainer.AuditorRecipe(), tiny.auditor(), TrainConfig(1, 2, 0.1))
+
+
+def test_bad_shapes_are_named():
+    with pytest.raises(BadConfig, match="auditor shape"):
+        trainer.AuditorRecipe(shape={"wings": 2}).config()
+
+
+def test_two_processes_train_one_model(view_folder, tmp_path):
+    """accelerate launch with two CPU processes: one run directory, one finished model."""
+    config = write_config(tmp_path / "c.yaml", steps=4, validate_every=2)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+               "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "guardpaint.cli", "train", "auditor",
+               "--config", str(config), "--views", str(view_folder), "--out", str(tmp_path / "run")]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len((tmp_path / "run/loss.csv").read_text().splitlines()) == 5
+    AuditorScorer.from_pretrained(tmp_path / "run/model")
+
+
+def test_view_scenes_are_the_auditors_own():
+    """The first scenes of the splits differ: nothing is shared by seed."""
+    firsts = sorted(views.VIEW_SEEDS.values())
+    assert all(b - a >= 10_000_000 for a, b in pairwise(firsts))
+    assert sample_scene(firsts[0]) != sample_scene(firsts[1])
