@@ -111,12 +111,13 @@ def test_a_run_from_views_to_a_checkpoint(view_folder, tmp_path):
 
 
 def test_training_ends_when_nothing_gets_better(view_folder, tmp_path):
-    """A rate too small to change anything: the first validation stays the best, patience 2 ends it at the third."""
+    """A rate too small to learn anything: two validations after the best one, patience 2 ends the run."""
     config = write_config(
         tmp_path / "c.yaml", learning_rate=0.000000001, ema=0.0, steps=100, validate_every=2, patience=2
     )
     trainer.run(config, view_folder, tmp_path / "run", None, quiet=True)
-    assert json.loads((tmp_path / "run/run.json").read_text())["step"] == 6
+    best = json.loads((tmp_path / "run/best.json").read_text())
+    assert json.loads((tmp_path / "run/run.json").read_text())["step"] == best["step"] + 2 * 2 < 100
     assert (tmp_path / "run/model/model.safetensors").exists()
 
 
