@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ class AuditorConfig:
     seam_channels: int = 512
     strength_hidden: tuple[int, int] = (512, 128)
     dropout: float = 0.1
+    pool: str = "mean"
+    """How maps become logits: mean (the paper's), or peak, a smooth maximum, which mask supervision needs: a map
+    that is right is low almost everywhere, and so would be its mean."""
     vocab_size: int = 258
     max_tokens: int = 128
     sizes: tuple[int, int] = (224, 384)
@@ -53,6 +57,8 @@ class AuditorConfig:
                 f"text_dim={self.text_dim} must divide by 2·heads={2 * self.heads}; "
                 f"layer_type={self.layer_type!r} must be basic or bottleneck"
             )
+        if self.pool not in ("mean", "peak"):
+            raise BadConfig(f"pool={self.pool!r}: choose mean or peak")
         if min(self.sizes) < 16 or self.sizes[0] > self.sizes[1]:
             raise BadConfig(f"sizes={self.sizes}: coarse and fine pixels, ascending, at least 16")
 
@@ -217,9 +223,9 @@ class AuditorScorer(nn.Module):
         image_embed = F.normalize(self.image_proj(attended.mean(1)), dim=1)
         text_embed = F.normalize(self.text_proj(f_text), dim=1)
         return Scores(
-            adv_logit=adv.mean((1, 2)),
+            adv_logit=self.pooled(adv),
             adv_map=adv,
-            class_logits=classes.mean((2, 3)),
+            class_logits=self.pooled(classes),
             class_maps=classes,
             strength=strength.sigmoid(),
             quality=self.seam_out(seam.mean((2, 3)))[:, 0].sigmoid(),
@@ -228,6 +234,13 @@ class AuditorScorer(nn.Module):
             f_text=f_text,
             cosine=(image_embed * text_embed).sum(1),
         )
+
+    def pooled(self, maps: Float[Tensor, "*n u v"]) -> Float[Tensor, "*n"]:
+        """A logit from a map of logits."""
+        if self.config.pool == "mean":
+            return maps.mean((-2, -1))
+        cells = maps.flatten(-2)
+        return cells.logsumexp(-1) - math.log(cells.shape[-1])
 
     def train(self, mode: bool = True) -> AuditorScorer:
         self._encoded.clear()
