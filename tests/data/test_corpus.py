@@ -97,7 +97,7 @@ def test_local_files_of_every_format_read_the_same(tmp_path):
         pa.table({"image": [{"bytes": d, "path": None} for d in images], "text": [r["caption"] for r in rows]}),
         tmp_path / "a.parquet",
     )
-    lines = [{"image": f"folder/{i}.png", "text": r["caption"]} for i, r in enumerate(rows)]
+    lines = [{"image": [f"{i}.png"], "text": r["caption"]} for i, r in enumerate(rows)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = {}
     for kind, path, prompt in (
@@ -106,7 +106,8 @@ def test_local_files_of_every_format_read_the_same(tmp_path):
         ("imagefolder", folder, None),
     ):
         corpus = store.Corpus(tmp_path / "out" / kind)
-        sources.ingest([sources.Source("s", str(path), format=kind, prompt=prompt)], corpus, quiet=True)
+        source = sources.Source("s", str(path), format=kind, prompt=prompt, root=str(folder))
+        sources.ingest([source], corpus, quiet=True)
         found[kind] = {e.key: e.prompt for e in corpus}
     assert found["parquet"] == found["jsonl"] and len(found["parquet"]) == 10
     assert found["imagefolder"].keys() == found["parquet"].keys()

@@ -33,6 +33,9 @@ class Source:
     split: str = "train"
     config: str | None = None
     image: str = "image"
+    """Column of the images: bytes, a path, or a list that starts with one."""
+    root: str | None = None
+    """Folder that relative image paths start from; default: the folder of the file."""
     prompt: str | None = None
     """Column of the prompts; none: prompts are to be reconstructed by captioning."""
     category: str | None = None
@@ -79,7 +82,7 @@ def stream(source: Source, skip: int = 0) -> Iterator[dict[str, Any]]:
             builder = FORMATS[source.format]
             where: dict[str, Any] = {"data_files": local_files(source)}
             data = load_dataset(builder, **where, split="train", streaming=True)
-        if source.image in (data.column_names or []):
+        if isinstance((data.features or {}).get(source.image), ImageColumn):
             data = data.cast_column(source.image, ImageColumn(decode=False))
         yield from data.skip(skip)
     except BadInput:
@@ -116,6 +119,8 @@ def world_rows(source: Source, skip: int) -> Iterator[dict[str, Any]]:
 
 def image_bytes(value: Any, source: Source) -> bytes | None:
     """Encoded bytes of whatever a dataset calls an image; nothing if there is none."""
+    if isinstance(value, list):
+        value = value[0] if value else None
     if isinstance(value, dict):
         if value.get("bytes") is not None:
             return bytes(value["bytes"])
@@ -129,7 +134,7 @@ def image_bytes(value: Any, source: Source) -> bytes | None:
     if isinstance(value, str):
         path = Path(value)
         if not path.is_absolute():
-            path = Path(source.path).parent / path
+            path = (Path(source.root) if source.root else Path(source.path).parent) / path
         return path.read_bytes() if path.is_file() else None
     return None
 
