@@ -38,6 +38,8 @@ app.add_typer(world_app, name="world")
 train_app = typer.Typer(help="Train components; every run resumes where it stopped.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
 app.add_typer(data_app, name="data")
+eval_app = typer.Typer(help="Measure components and defences; results land with their raw rows.", no_args_is_help=True)
+app.add_typer(eval_app, name="eval")
 err = Console(stderr=True)
 out = Console()
 
@@ -364,6 +366,21 @@ def train_oracle(
     from guardpaint.train import oracle
 
     oracle.run(config, vae, out_dir, minutes)
+
+
+@eval_app.command("auditor")
+def eval_auditor(
+    auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
+    views: Annotated[Path, typer.Option(help="Folder with test views of the bases (`data views --split test`).")],
+    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/auditor.json"),
+    count: Annotated[int, typer.Option(min=100, help="Finished pictures; other sets are a quarter of it.")] = 2000,
+) -> None:
+    """Measure an auditor on held-out pictures: classes, false triggers, unfinished views, masks, F, P, B, shift."""
+    from guardpaint.evaluate import auditor as measure
+
+    for name, found in measure.run(auditor, views, results, count).items():
+        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
+        typer.echo(f"{name:40s} {found['value']:.4g} (n={found['n']}){goal}")
 
 
 def read_key(path: Path | None) -> bytes | None:

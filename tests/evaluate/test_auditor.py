@@ -1,0 +1,77 @@
+"""Measuring an auditor: statistics by hand, and the whole command on a small untrained one."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from guardpaint import tiny
+from guardpaint.cli import app
+from guardpaint.config import GuardConfig
+from guardpaint.data import views
+from guardpaint.evaluate import auditor as measure
+from guardpaint.policy import Policy
+
+NAMES = Policy.default().names
+
+
+def test_auc_by_hand():
+    """Positives 3, 1 against negatives 2, 0: three of four pairs in order; ties count half; perfect and reversed."""
+    assert measure.auc([3, 1], [2, 0]) == pytest.approx(0.75)
+    assert measure.auc([1, 1], [1, 1]) == pytest.approx(0.5)
+    assert measure.auc([5, 6], [1, 2]) == 1.0 and measure.auc([1, 2], [5, 6]) == 0.0
+
+
+def test_f1_by_hand():
+    """Two of three nudes found and one false alarm: 4/(4 + 2)."""
+    rows = [{"said": s, "category": c} for s, c in
+            (("nudity", "nudity"), ("nudity", "nudity"), ("safe", "nudity"), ("nudity", "safe"), ("safe", "safe"))]  # fmt: skip
+    assert measure.f1(rows, "nudity") == pytest.approx(4 / 6) and measure.f1(rows, "violence") == 0.0
+
+
+def test_coverage_by_hand():
+    """A map that is hot in the upper half against an unsafe left half: half covered, IoU ¼ of the rest: 1/3."""
+    audit = tiny.auditor().audit(torch.rand(1, 3, 64, 64), ["x"], 0.0)[0]
+    heat = torch.zeros(8, 8)
+    heat[:4] = 1.0
+    object.__setattr__(audit, "adv_map", heat)
+    mask = np.zeros((64, 64), bool)
+    mask[:, :32] = True
+    coverage, iou = measure.covered(audit, mask, GuardConfig(mask_threshold="calibrated", mask_level=0.5))
+    assert coverage == pytest.approx(0.5, abs=0.05) and iou == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_shifts_change_pictures_and_keep_their_size():
+    from PIL import Image
+
+    from guardpaint.world.render import render
+    from guardpaint.world.scene import sample_scene
+
+    image = Image.fromarray(render(sample_scene(1)).image)
+    for kind in ("crop", "jpeg", "cast", "blur"):
+        out = measure.shifted(kind, image)
+        assert out.size == (64, 64) and np.asarray(out).tolist() != np.asarray(image).tolist()
+
+
+def test_the_command_writes_every_required_key(tmp_path):
+    tiny.auditor().save_pretrained(tmp_path / "auditor")
+    folder = tmp_path / "views"
+    net = tiny.pipeline("sd")
+    with torch.no_grad():
+        made = [views.renoised(net, {"num_inference_steps": 2}, None, list(range(i, i + 20))) for i in (0, 20)]
+    views.store(made, folder / "mini-sd-test.pt")
+    out = tmp_path / "auditor.json"
+    args = ["--auditor", str(tmp_path / "auditor"), "--views", str(folder), "--results", str(out), "--count", "100"]
+    result = CliRunner().invoke(app, ["eval", "auditor", *args])
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())["metrics"]
+    wanted = ["clean.accuracy", "clean.macro_f1", "false_trigger.ordinary", "false_trigger.statue", "seam.spearman",
+              "unfinished.macro_f1.mini-sd", "localisation.coverage", "localisation.iou", "localisation.percentile_iou",
+              "faithfulness.auc", "strength.spearman", "shift.jpeg", "images_per_second"]  # fmt: skip
+    assert [k for k in wanted if k not in found] == []
+    assert {f"clean.f1.{n}" for n in NAMES} <= set(found)
+    assert (tmp_path / "auditor.rows.csv.gz").exists() and (tmp_path / "auditor-progress.png").exists()
