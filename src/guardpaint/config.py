@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from guardpaint.calibrated import Calibration
 from guardpaint.errors import BadConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -107,6 +108,8 @@ class GuardConfig:
     """Write prompts in clear into reports and the audit log; otherwise only their SHA-256."""
     seed: int = 0
     """Request seed where the caller gives no generator."""
+    calibration: Calibration | None = None
+    """Thresholds found by `guardpaint calibrate`, per band of progress; they tighten the policy's."""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -121,7 +124,8 @@ class GuardConfig:
                 raise BadConfig(f"{name}={getattr(self, name)!r}: must be a whole number")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        return {**values, "calibration": None if self.calibration is None else self.calibration.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GuardConfig:
@@ -129,7 +133,15 @@ class GuardConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise BadConfig(f"unknown guard setting(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        found = values.get("calibration")
+        if found is not None and not isinstance(found, Calibration):
+            values = {**values, "calibration": Calibration.from_dict(found)}
         return cls(**values)
+
+    def mask_level_at(self, progress: float) -> float:
+        """Heat-map level of the calibrated mask threshold at this progress."""
+        level = None if self.calibration is None else self.calibration.at(progress).mask_level
+        return self.mask_level if level is None else level
 
     def with_(self, **changes: Any) -> GuardConfig:
         """A copy with some settings changed."""

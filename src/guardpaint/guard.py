@@ -160,7 +160,7 @@ class ImageGuard:
             with self.clock(record, "audit"):
                 audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
             self.note(audit, views.decoder, record)
-        regions = self.regions(audit, finding, control)
+        regions = self.regions(audit, finding, control, record.progress)
         record.regions = len(regions)
         record.cost["regions"] += len(regions)
         if not regions:
@@ -183,10 +183,12 @@ class ImageGuard:
             )
         return won
 
-    def regions(self, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]) -> list[Region]:
+    def regions(
+        self, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"], progress: float = 1.0
+    ) -> list[Region]:
         """Unsafe regions of a view, from the heat map the configuration asks for."""
         heat = audit.adv_map if self.parts.config.heat_map == "adv" else audit.class_maps[finding.category]
-        return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), self.parts.config)
+        return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), self.parts.config, progress)
 
     # 4 · verify --------------------------------------------------------------------------------------------
 
@@ -302,7 +304,9 @@ class ImageGuard:
 
     def note(self, audit: Audit, decoder: str, record: StepRecord) -> Finding | None:
         """Write one auditor pass into the account; what it found."""
-        finding = self.parts.policy.finding(audit)
+        calibration = self.parts.config.calibration
+        limits = None if calibration is None else calibration.at(record.progress).thresholds
+        finding = self.parts.policy.finding(audit, limits)
         record.audits.append(audit_record(audit, decoder, finding))
         return finding
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,16 @@ class Policy:
         """What to paint instead of a category."""
         return self.category(name).safe_prompt or self.categories[0].safe_prompt
 
-    def finding(self, audit: Audit) -> Finding | None:
-        """Trigger rule (SPEC §1.2): benign iff adv_prob < trigger and the harm class is safe."""
+    def finding(self, audit: Audit, calibrated: Mapping[str, float] | None = None) -> Finding | None:
+        """Trigger rule (SPEC §1.2): benign iff adv_prob < trigger and the harm class is safe.
+
+        A category's threshold, from the policy or from calibration (the lower counts), can only tighten it.
+        """
         for c in self.categories[1:]:
             p = audit.probs[c.name]
-            if c.threshold is not None and p >= c.threshold:
-                return Finding(c.name, f"p({c.name}) {p:.3f} ≥ {c.threshold:.2f}")
+            limits = [t for t in (c.threshold, (calibrated or {}).get(c.name)) if t is not None]
+            if limits and p >= min(limits):
+                return Finding(c.name, f"p({c.name}) {p:.3f} ≥ {min(limits):.3f}")
         harm = audit.harm
         if harm != SAFE:
             return Finding(harm, f"most probable class is {harm} ({audit.probs[harm]:.3f})")

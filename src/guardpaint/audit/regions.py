@@ -28,7 +28,7 @@ def heat_at(heat: Float[Tensor, "h w"], size: tuple[int, int]) -> Float[Tensor, 
     return F.interpolate(heat[None, None].float(), size=size, mode="bilinear", align_corners=False)[0, 0]
 
 
-def mine(heat: Float[Tensor, "h w"], size: tuple[int, int], config: GuardConfig) -> list[Region]:
+def mine(heat: Float[Tensor, "h w"], size: tuple[int, int], config: GuardConfig, progress: float = 1.0) -> list[Region]:
     """Threshold → connected components → the K largest, tiny ones dropped. A flat map has no region."""
     view = heat_at(heat, size)
     if config.mask_threshold == "percentile":
@@ -36,7 +36,7 @@ def mine(heat: Float[Tensor, "h w"], size: tuple[int, int], config: GuardConfig)
             return []
         hot = view >= torch.quantile(view.flatten()[:: max(1, view.numel() // 1_000_000)], config.percentile / 100)
     else:
-        hot = view >= config.mask_level
+        hot = view >= config.mask_level_at(progress)
     labels, count = ndimage.label(hot.numpy(), structure=np.ones((3, 3)))
     if count == 0:
         return []

@@ -148,7 +148,7 @@ def build(
 def views(
     base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views.")],
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
+    split: Annotated[str, typer.Option(help="train, validation, test or calibration.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Re-noised scenes, each giving an x̂0 and a stepped view.")] = 4000,
     trajectories: Annotated[int, typer.Option(min=0, help="Whole generations, a random step of each.")] = 0,
     judge: Annotated[

@@ -28,7 +28,7 @@ from guardpaint.world.render import CODE, render
 from guardpaint.world.scene import Scene, sample_scene
 
 KINDS = ("clean", "x0", "stepped", "trajectory_x0", "trajectory_stepped")
-VIEW_SEEDS = {"train": 50_000_000, "validation": 60_000_000, "test": 70_000_000}
+VIEW_SEEDS = {"train": 50_000_000, "validation": 60_000_000, "test": 70_000_000, "calibration": 80_000_000}
 """Scenes of the auditor's views; the oracle, the autoencoders and the bases train on others."""
 DECODERS = ("full", "tiny")
 

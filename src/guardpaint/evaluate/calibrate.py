@@ -1,0 +1,119 @@
+"""Calibrate a guard: thresholds with a promised miss rate, per band of progress, and a reference to notice drift.
+
+guardpaint calibrate --auditor DIR --views runs/views --alpha 0.05 --beta 0.10 --out calibration.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+
+from guardpaint.audit.calibration import Reference, mask_threshold, trigger_threshold
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.audit.regions import heat_at
+from guardpaint.calibrated import Band, Calibration
+from guardpaint.checkpoint import read_json, write_json
+from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.errors import BadInput
+from guardpaint.evaluate.auditor import audits
+from guardpaint.policy import Policy
+from guardpaint.types import Audit
+
+FINISHED = ("clean", "x0", "trajectory_x0")
+"""Kinds of views the guard sees by default."""
+
+
+def scored(auditor: AuditorScorer, views: Views) -> list[Audit]:
+    """Every view with its prompt, at its own noise."""
+    found = []
+    for i in track(range(len(views)), description="auditing"):
+        found += audits(auditor, views.images[i : i + 1].float() / 255, [views.prompt(i)], float(views.noise[i]))
+    return found
+
+
+def calibrate(
+    views: Views, found: Sequence[Audit], policy: Policy, alpha: float, beta: float, starts: Sequence[float]
+) -> tuple[Calibration, Reference]:
+    """Thresholds of every band; a band with too few examples of a category is refused, and says how many it needs."""
+    names = policy.names
+    progress, category = views.progress.numpy(), views.category.numpy()
+    bands = []
+    for k, start in enumerate(starts):
+        end = starts[k + 1] if k + 1 < len(starts) else 1.01
+        inside = (progress >= start) & (progress < end)
+        thresholds, counts = {}, {}
+        for c, name in enumerate(names[1:], 1):
+            rows = np.flatnonzero(inside & (category == c)).tolist()
+            scores = np.array([found[i].probs[name] for i in rows])
+            caught = np.array([policy.finding(found[i]) is not None for i in rows], dtype=bool)
+            what = f"examples of {name} from progress {start:g} to {min(end, 1):g}"
+            thresholds[name] = trigger_threshold(scores, caught, alpha, what)
+            counts[name] = len(rows)
+        harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
+        size = (int(views.masks.shape[-2]), int(views.masks.shape[-1]))
+        heats = np.stack([heat_at(found[i].adv_map, size).numpy() for i in harm])
+        level = mask_threshold(heats, views.masks[harm].numpy(), beta)
+        bands.append(Band(float(start), thresholds, level, counts))
+    data = hashlib.sha256(views.seeds.numpy().tobytes() + views.images.numpy().tobytes()).hexdigest()
+    safe = np.array([a.adv_prob for a, c in zip(found, category, strict=True) if c == 0])
+    return Calibration(alpha, beta, data, tuple(bands)), Reference.of(safe)
+
+
+def run(
+    auditor_dir: Path,
+    views_dir: Path,
+    out: Path,
+    alpha: float,
+    beta: float,
+    starts: Sequence[float],
+    guard: Path | None,
+) -> Calibration:
+    """Calibrate on the views of split `calibration`; writes the thresholds, and into a guard's config if named."""
+    files = sorted(views_dir.glob("*-calibration.pt"))
+    if not files:
+        raise BadInput(f"{views_dir}: no views of split calibration; make them with `guardpaint data views --split`")
+    views = joined([load_views(f) for f in files])
+    kept = np.flatnonzero(np.isin(views.kind.numpy(), [KINDS.index(k) for k in FINISHED]))
+    views = views.rows(torch.from_numpy(kept))
+    found = scored(AuditorScorer.from_pretrained(auditor_dir), views)
+    calibration, reference = calibrate(views, found, Policy.default(), alpha, beta, starts)
+    value: dict[str, Any] = {**calibration.to_dict(), "reference": asdict(reference)}
+    write_json(out, value)
+    if guard is not None:
+        manifest = guard / "guardpaint.json"
+        settings = read_json(manifest)
+        settings["config"] = {
+            **settings["config"],
+            "calibration": calibration.to_dict(),
+            "mask_threshold": "calibrated",
+        }
+        write_json(manifest, settings)
+    return calibration
+
+
+def drift(reference_file: Path, log: Path) -> tuple[float, int]:
+    """Stability index of the scores in an audit log against the calibration's, and how many there were."""
+    data = read_json(reference_file)
+    if "reference" not in data:
+        raise BadInput(f"{reference_file}: holds no reference; write it with `guardpaint calibrate`")
+    kept = data["reference"]
+    reference = Reference(tuple(kept["edges"]), tuple(kept["shares"]), int(kept["n"]))
+    scores = []
+    for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{log}:{number}: not JSON ({error})") from error
+        for step in entry.get("report", entry).get("steps", []):
+            scores += [a["scores"]["adv_prob"] for a in step.get("audits", [])[:1]]
+    if not scores:
+        raise BadInput(f"{log}: no audits in it")
+    return reference.drift(np.array(scores)), len(scores)

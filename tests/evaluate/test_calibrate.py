@@ -1,0 +1,136 @@
+"""Calibrating a guard: bands, refusals, the guard that uses them, drift from its own log."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import call
+from typer.testing import CliRunner
+
+from guardpaint import tiny
+from guardpaint.calibrated import Band, Calibration
+from guardpaint.cli import app
+from guardpaint.config import GuardConfig
+from guardpaint.data import views
+from guardpaint.doubles import AlwaysSafe, PaintsFlat
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.evaluate import calibrate
+from guardpaint.policy import Policy
+from guardpaint.system import GuardPaint
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("calibration")
+    tiny.guard().save_pretrained(root / "guard")
+    tiny.auditor().save_pretrained(root / "auditor")
+    views.store([views.clean(tiny.vae(4), list(range(300)))], root / "views" / "mini-sd-calibration.pt")
+    return root
+
+
+def band(start=0.0, **thresholds):
+    return Band(start, thresholds, 0.4, {})
+
+
+def test_the_command_writes_thresholds_into_the_guard(made):
+    out = made / "calibration.json"
+    args = [
+        "--auditor",
+        made / "auditor",
+        "--views",
+        made / "views",
+        "--out",
+        out,
+        "--alpha",
+        0.1,
+        "--guard",
+        made / "guard",
+    ]
+    result = CliRunner().invoke(app, ["calibrate", *map(str, args), "--band", "0"])
+    assert result.exit_code == 0, result.output
+    guard = GuardPaint.from_pretrained(made / "guard")
+    found = guard.config.calibration
+    assert found.alpha == 0.1 and found.bands[0].n["nudity"] > 20 and len(found.data) == 64
+    assert guard.config.mask_threshold == "calibrated" and guard.config.mask_level_at(1.0) == found.bands[0].mask_level
+    assert GuardConfig.from_dict(json.loads(json.dumps(guard.config.to_dict()))) == guard.config
+
+
+def test_the_promise_holds_on_the_calibration_set_itself(made):
+    """At the found thresholds, at most a share α of each category is missed there."""
+    data = views.load_views(made / "views" / "mini-sd-calibration.pt")
+    from guardpaint.audit.model import AuditorScorer
+
+    policy = Policy.default()
+    found = calibrate.scored(AuditorScorer.from_pretrained(made / "auditor"), data)
+    thresholds = calibrate.calibrate(data, found, policy, 0.1, 0.1, [0.0])[0].bands[0].thresholds
+    for c in range(1, len(policy.names)):
+        rows = [i for i in range(len(data)) if data.category[i] == c]
+        missed = [policy.finding(found[i], thresholds) is None for i in rows]
+        assert sum(missed) / len(rows) <= 0.1
+
+
+def test_too_few_examples_are_refused_with_a_number(made):
+    args = ["--auditor", made / "auditor", "--views", made / "views", "--out", made / "x.json", "--alpha", 0.001]
+    result = CliRunner().invoke(app, ["calibrate", *map(str, args), "--band", "0"])
+    assert isinstance(result.exception, BadInput)
+    assert "examples of nudity from progress 0 to 1: a risk of 0.001 needs at least 999" in str(result.exception)
+    with pytest.raises(BadInput, match="no views of split calibration"):
+        calibrate.run(made / "auditor", made, made / "x.json", 0.1, 0.1, [0.0], None)
+
+
+def test_a_band_holds_until_the_next():
+    found = Calibration(0.1, 0.1, "x", (band(0.0, nudity=0.2), band(0.7, nudity=0.5)))
+    assert found.at(0.0).thresholds == found.at(0.69).thresholds == {"nudity": 0.2}
+    assert found.at(0.7).thresholds == found.at(1.0).thresholds == {"nudity": 0.5}
+
+
+@pytest.mark.parametrize(
+    "bands", [(), (band(0.5),), (band(0.0), band(0.0)), (band(0.0), band(0.9), band(0.7))], ids=str
+)
+def test_bands_out_of_order_are_refused(bands):
+    with pytest.raises(BadConfig, match="the first at 0, then rising"):
+        Calibration(0.1, 0.1, "x", bands)
+
+
+def test_bad_values_are_refused():
+    with pytest.raises(BadConfig, match="lie in"):
+        band(0.0, nudity=1.5)
+    with pytest.raises(BadConfig, match="alpha=0"):
+        Calibration(0, 0.1, "x", (band(),))
+    with pytest.raises(BadConfig, match="calibration"):
+        Calibration.from_dict({"alpha": 0.1})
+
+
+def test_calibration_only_tightens_and_only_in_its_band():
+    """A guard that finds nothing flags a nude from 0.001 on in the last band, and nothing before."""
+
+    class Faint(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            found = super().audit(images, prompts, noise)
+            for a in found:
+                object.__setattr__(a, "probs", {"safe": 0.98, "nudity": 0.015, "violence": 0.005})
+            return found
+
+    pipe = tiny.pipeline("sd")
+    late = Calibration(0.1, 0.1, "x", (band(0.0), band(1.0, nudity=0.01)))
+    plain = call(GuardPaint(Faint(), PaintsFlat()).attach(pipe)).safety[0]
+    tight = call(GuardPaint(Faint(), PaintsFlat(), config=GuardConfig(calibration=late)).attach(pipe)).safety[0]
+    assert plain.status == "clean" and tight.triggered
+    assert [s.triggered for s in tight.steps] == [s.progress >= 1.0 for s in tight.steps]
+
+
+def test_drift_is_read_from_the_guards_own_log(made, tmp_path):
+    from guardpaint.audit_log import AuditLog
+
+    guard = tiny.guard()
+    guard.audit_log = AuditLog(tmp_path / "log.jsonl")
+    call(guard.attach(tiny.pipeline("sd")))
+    guard.audit_log.close()
+    reference = {"reference": {"edges": [0.2, 0.4], "shares": [0.98, 0.01, 0.01], "n": 1000}}
+    (tmp_path / "c.json").write_text(json.dumps(reference))
+    index, n = calibrate.drift(tmp_path / "c.json", tmp_path / "log.jsonl")
+    assert n >= 1 and index >= 0
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(BadInput, match="no audits in it"):
+        calibrate.drift(tmp_path / "c.json", tmp_path / "empty.jsonl")
