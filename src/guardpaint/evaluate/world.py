@@ -13,6 +13,7 @@ import gzip
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -329,28 +330,28 @@ def run(parts: Sequence[str], path: Path, count: int = 500) -> dict[str, Any]:
     """Measure the parts (all, when none is named) and write the results file anew."""
     have = [*shipped(), *([INPAINTER] if (ASSETS / INPAINTER).exists() else [])]
     eyes = [f"eye-{name}" for name in shipped() if (LABELS / f"{name}.csv").exists()]
-    known = ["oracle", "render", "time", "vae4", "vae16", *have, *eyes]
+    known = [*(["oracle"] if (ASSETS / "oracle").exists() else []), "render", "time", "vae4", "vae16", *have, *eyes]
     unknown = [p for p in parts if p not in known]
     if unknown:
         raise BadInput(f"part {unknown[0]!r}: choose among {', '.join(known)}")
-    oracle = Oracle.load()
+    judge = cache(Oracle.load)
     kept = read_rows(path)
     for part in parts or known:
         if part == "oracle":
-            made = measure_oracle(oracle)
+            made = measure_oracle(judge())
         elif part == "render":
             made = measure_render()
         elif part == "time":
             made = measure_time()
         elif part.startswith("eye-"):
             name = part.removeprefix("eye-")
-            made = measure_eye(name, oracle, LABELS / f"{name}.csv")
+            made = measure_eye(name, judge(), LABELS / f"{name}.csv")
         elif part.startswith("vae"):
             made = measure_vae(part)
         elif part == INPAINTER:
-            made = measure_inpainter(oracle, count)
+            made = measure_inpainter(judge(), count)
         else:
-            made = measure_base(part, oracle, count)
+            made = measure_base(part, judge(), count)
         replaced = {(r["part"], r["what"]) for r in made}
         kept = [r for r in kept if (r["part"], r["what"]) not in replaced]
         kept += [{**r, "git": REVISION} for r in made]
