@@ -56,7 +56,7 @@ def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[M
     write_json(
         path,
         {
-            "command": " ".join(["python", *map(relative, sys.argv)]),
+            "command": command(),
             "git": REVISION,
             "seed": seed,
             "machine": machine(),
@@ -64,6 +64,13 @@ def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[M
             "metrics": dict(metrics),
         },
     )
+
+
+def command() -> str:
+    """What was typed, as anybody could type it."""
+    program, *rest = sys.argv
+    start = ["guardpaint"] if Path(program).name == "guardpaint" else ["python", relative(program)]
+    return " ".join([*start, *map(relative, rest)])
 
 
 def relative(argument: str) -> str:
