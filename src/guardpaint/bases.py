@@ -59,8 +59,9 @@ def load_base(name: str) -> Any:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same weights or vocabulary (cards and pictures aside)."""
-    files = [p.name for p in a.iterdir() if p.suffix in (".safetensors", ".json", ".txt") and p.name != "card.json"]
+    """Whether two folders hold the same weights, or the same vocabulary; notes about their origin may differ."""
+    weights = sorted(p.name for p in a.glob("*.safetensors"))
+    files = weights or [p.name for p in a.iterdir() if p.name in ("tokenizer.json", "vocab.json", "merges.txt")]
     return bool(files) and all((b / f).exists() and (a / f).read_bytes() == (b / f).read_bytes() for f in files)
 
 
@@ -73,8 +74,9 @@ def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
         shutil.rmtree(target)
     shutil.copytree(source, target)
     linked = []
+    words = sorted(assets.glob("mini-*/tokenizer*"))
     for part in sorted(p for p in target.iterdir() if p.is_dir()):
-        for other in (*sorted(assets.iterdir()), *sorted(assets.glob("mini-*/text_encoder*"))):
+        for other in (*sorted(assets.iterdir()), *sorted(assets.glob("mini-*/text_encoder*")), *words):
             mine = other == target or target in other.parents
             if not mine and other.is_dir() and not other.is_symlink() and same(part, other):
                 shutil.rmtree(part)
