@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +51,30 @@ def load_base(name: str) -> Any:
 
     where = folder(name)
     low_rank = (where / LORA).exists()
-    pipe = DiffusionPipeline.from_pretrained(folder(PARENT[name]) if low_rank else where, torch_dtype=torch.float32)
-    if low_rank:
-        pipe.load_lora_weights(where)
-        pipe.fuse_lora()
-        pipe.unload_lora_weights()
+    with without_bars():
+        pipe = DiffusionPipeline.from_pretrained(folder(PARENT[name]) if low_rank else where, dtype=torch.float32)
+        if low_rank:
+            pipe.load_lora_weights(where)
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Small weights load in a blink; the libraries' progress bars would only flicker."""
+    from diffusers.utils import logging as diffusers_log
+    from transformers.utils import logging as transformers_log
+
+    shown = [log for log in (diffusers_log, transformers_log) if log.is_progress_bar_enabled()]
+    for log in shown:
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log in shown:
+            log.enable_progress_bar()
 
 
 def same(a: Path, b: Path) -> bool:

@@ -144,7 +144,7 @@ def load_pipeline(path: Path) -> Any:
     from diffusers import DiffusionPipeline
 
     try:
-        pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
+        pipe = DiffusionPipeline.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise BadCheckpoint(f"{path}: not a saved pipeline ({error})") from error
     pipe.set_progress_bar_config(disable=True)
