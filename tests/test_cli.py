@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from guardpaint import tiny
+from guardpaint import bases, tiny
 from guardpaint.audit_log import verify_log
 
 ENV = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -177,5 +177,5 @@ def test_demo_writes_a_gallery(tmp_path):
     result = run("demo", "--out", tmp_path / "gallery")
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "gallery" / "index.html").read_text()
-    assert "random-initialised" in page and page.count("<figure") == 4 * len(tiny.BASES)
+    assert "random-initialised" in page and page.count("<figure") == 4 * len(tiny.BASES) + 6 * len(bases.shipped())
     assert "bit-identical" in result.stdout

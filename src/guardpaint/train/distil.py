@@ -6,6 +6,7 @@ guardpaint train distil --config configs/train/mini-sd3-turbo.yaml --teacher run
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -164,7 +165,7 @@ def prompt(index: int) -> str:
 
 
 def jump_loss(
-    velocity: Velocity,
+    velocity: Callable[..., Tensor],
     net: nn.Module,
     here: Float[Tensor, "b c h w"],
     there: Float[Tensor, "b c h w"],
@@ -178,7 +179,7 @@ def jump_loss(
 
 
 def guidance_loss(
-    velocity: Velocity,
+    velocity: Callable[..., Tensor],
     net: nn.Module,
     teacher: nn.Module,
     z: Float[Tensor, "b c h w"],
