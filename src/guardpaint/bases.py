@@ -6,10 +6,12 @@ Autoencoders, tokenizers and shared text encoders lie once in `assets/`; a base'
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,29 @@ def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
     for extra in ("samples.png", "samples.txt"):
         if (run / extra).exists():
             shutil.copy(run / extra, target / extra)
+    loss_curve(run / "loss.csv", target)
     return linked
+
+
+def loss_curve(log: Path, target: Path, points: int = 200) -> None:
+    """The run's loss, averaged over equal stretches of steps: a small CSV, and a plot where matplotlib is there."""
+    if not log.exists():
+        return
+    with log.open(newline="") as file:
+        rows = [(int(r["step"]), float(r["loss"])) for r in csv.DictReader(file)]
+    size = max(1, -(-len(rows) // points))
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    curve = [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
+    text = "step,loss\n" + "".join(f"{step},{loss:.5f}\n" for step, loss in curve)
+    (target / "loss.csv").write_text(text, encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 3), layout="constrained")
+        axis = figure.subplots()
+        axis.plot(*zip(*curve, strict=True), color="#4477aa")
+        axis.set(xlabel="step", ylabel="loss", yscale="log", title=target.name)
+        figure.savefig(target / "loss.png", dpi=90)
 
 
 def megabytes(assets: Path = ASSETS) -> float:

@@ -119,5 +119,14 @@ def test_adopted_models_share_their_parts(teachers, tmp_path):
     assert (assets / "mini-flux" / "vae").is_symlink()
     counted = [p for p in assets.rglob("*") if p.is_file() and p.resolve() == p.absolute()]
     assert bases.megabytes(assets) == pytest.approx(sum(p.stat().st_size for p in counted) / 1e6)
+    assert (assets / "mini-flux" / "loss.csv").read_text().startswith("step,loss\n1,")
     with pytest.raises(BadInput, match="no finished pipeline"):
         bases.adopt(tmp_path, "mini-flux", assets)
+
+
+def test_a_loss_curve_averages_stretches(tmp_path):
+    """Four steps in two points: the mean of each pair, at its last step."""
+    (tmp_path / "loss.csv").write_text("step,norm,loss\n1,0,1\n2,0,3\n3,0,5\n4,0,7\n")
+    (tmp_path / "out").mkdir()
+    bases.loss_curve(tmp_path / "loss.csv", tmp_path / "out", points=2)
+    assert (tmp_path / "out" / "loss.csv").read_text() == "step,loss\n2,2.00000\n4,6.00000\n"
