@@ -36,7 +36,7 @@ def folder(name: str) -> Path:
     """Where an embedded model lies."""
     path = ASSETS / name
     if not any((path / f).exists() for f in (INDEX, LORA)):
-        have = ", ".join((*shipped(), INPAINTER))
+        have = ", ".join(p.parent.name for p in sorted(ASSETS.glob(f"*/{INDEX}")) + sorted(ASSETS.glob(f"*/{LORA}")))
         raise BadInput(f"embedded model {name!r}: not shipped; there are {have}")
     return path
 

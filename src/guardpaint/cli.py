@@ -18,6 +18,7 @@ from rich.console import Console
 from guardpaint import __version__
 from guardpaint.data.commands import app as data_app
 from guardpaint.errors import GuardPaintError
+from guardpaint.train.commands import app as train_app
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes about optional packages are not our user's
 EXIT_HELP = (
@@ -35,7 +36,6 @@ log_app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True
 app.add_typer(log_app, name="log")
 world_app = typer.Typer(help="The paper-doll world: look at it, export it.", no_args_is_help=True)
 app.add_typer(world_app, name="world")
-train_app = typer.Typer(help="Train components; every run resumes where it stopped.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
 app.add_typer(data_app, name="data")
 eval_app = typer.Typer(help="Measure components and defences; results land with their raw rows.", no_args_is_help=True)
@@ -56,6 +56,14 @@ GuardOption = Annotated[
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def say_metrics(metrics: dict[str, Any]) -> None:
+    """One line per metric, with its goal where it has one."""
+    for name, found in metrics.items():
+        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
+        value = "nothing to measure" if found["value"] is None else f"{found['value']:.4g}"
+        typer.echo(f"{name:40s} {value} (n={found['n']}){goal}")
 
 
 def main() -> None:
@@ -257,9 +265,7 @@ def world_measure(
     """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
     from guardpaint.evaluate import world
 
-    for name, found in world.run(part or [], results, count).items():
-        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
-        typer.echo(f"{name:40s} {found['value']:.4g} (n={found['n']}){goal}")
+    say_metrics(world.run(part or [], results, count))
 
 
 @world_app.command("sheets")
@@ -285,87 +291,6 @@ def world_adopt(
     for link in bases.adopt(run, name):
         typer.echo(link)
     typer.echo(f"assets are {bases.megabytes():.1f} MB now")
-
-
-@train_app.command("vae")
-def train_vae(
-    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/vae4.yaml.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-    warm: Annotated[Path | None, typer.Option(help="Start from the weights of this finished autoencoder.")] = None,
-) -> None:
-    """Train an autoencoder of the paper-doll world; when done, writes it with its model card to OUT/model."""
-    from guardpaint.train import vae
-
-    vae.run(config, out_dir, minutes, warm)
-
-
-@train_app.command("generator")
-def train_generator(
-    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/mini-sd.yaml.")],
-    vae: Annotated[Path, typer.Option(help="A finished autoencoder: OUT/model of `train vae`.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-    warm: Annotated[
-        Path | None, typer.Option(help="Start from this finished pipeline (mini-inpaint: mini-sd).")
-    ] = None,
-) -> None:
-    """Train a base model of the paper-doll world (the config says which); when done, writes it to OUT/model."""
-    from guardpaint.train import generator
-
-    generator.run(config, vae, out_dir, minutes, warm)
-
-
-@train_app.command("distil")
-def train_distil(
-    config: Annotated[Path, typer.Option(help="Config, e.g. configs/train/mini-sd3-turbo.yaml.")],
-    teacher: Annotated[Path, typer.Option(help="Run directory of the finished flow model.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-) -> None:
-    """Distil a flow model: guidance into an input (mini-flux), or guided steps into four (mini-sd3-turbo)."""
-    from guardpaint.train import distil
-
-    distil.run(config, teacher, out_dir, minutes)
-
-
-@train_app.command("tiny")
-def train_tiny(
-    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/tiny4.yaml.")],
-    vae: Annotated[Path, typer.Option(help="The full autoencoder whose latents it decodes.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")],
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-) -> None:
-    """Train a tiny decoder for one latent space: what audits look through."""
-    from guardpaint.train import tiny_decoder
-
-    tiny_decoder.run(config, vae, out_dir, minutes)
-
-
-@train_app.command("auditor")
-def train_auditor(
-    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/mini-auditor.yaml.")],
-    views: Annotated[Path, typer.Option(help="Folder of views made by `guardpaint data views`.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve.")],
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-) -> None:
-    """Train the Auditor-Scorer; the best checkpoint by macro-F1 goes to OUT/model."""
-    from guardpaint.train import auditor
-
-    auditor.run(config, views, out_dir, minutes)
-
-
-@train_app.command("oracle")
-def train_oracle(
-    config: Annotated[Path, typer.Option(help="Training config, e.g. configs/train/oracle.yaml.")],
-    vae: Annotated[list[Path], typer.Option(help="Autoencoder whose round trips it should know; may be repeated.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve.")],
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")] = None,
-) -> None:
-    """Train the oracle that judges paper-doll pictures in evaluations; the guard never uses it."""
-    from guardpaint.train import oracle
-
-    oracle.run(config, vae, out_dir, minutes)
 
 
 @app.command()
@@ -412,9 +337,7 @@ def eval_auditor(
     """Measure an auditor on held-out pictures: classes, false triggers, unfinished views, masks, F, P, B, shift."""
     from guardpaint.evaluate import auditor as measure
 
-    for name, found in measure.run(auditor, views, results, count).items():
-        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
-        typer.echo(f"{name:40s} {found['value']:.4g} (n={found['n']}){goal}")
+    say_metrics(measure.run(auditor, views, results, count))
 
 
 def read_key(path: Path | None) -> bytes | None:

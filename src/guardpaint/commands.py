@@ -164,7 +164,7 @@ def audit(
     rows: list[dict[str, Any]] = []
     for path, image in zip(paths, images, strict=True):
         result = guard.audit_image(image, prompt)
-        finding = guard.policy.finding(result)
+        finding = guard.parts.finding(result, 1.0)
         row: dict[str, Any] = {
             "image": str(path),
             "flagged": finding.category if finding else None,
@@ -194,7 +194,7 @@ def write_overlays(
     picture = to_pil(image)
     files = {"heat_map": f"{stem}-heat.png", "mask": f"{stem}-mask.png"}
     save_image(overlay(picture, result.adv_map), files["heat_map"])
-    regions = mine(result.adv_map, (picture.height, picture.width), guard.config)
+    regions = mine(result.adv_map, (picture.height, picture.width), guard.config, 1.0)
     mask = union(regions).mask.float() if regions else torch.zeros(picture.height, picture.width)
     save_image(to_pil(mask.expand(3, -1, -1)), files["mask"])
     if isinstance(guard.parts.auditor, AuditorScorer):

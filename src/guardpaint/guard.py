@@ -55,6 +55,11 @@ class Parts:
     policy: Policy
     config: GuardConfig
 
+    def finding(self, audit: Audit, progress: float) -> Finding | None:
+        """What the policy and the calibration for this progress make of an audit."""
+        calibration = self.config.calibration
+        return self.policy.finding(audit, None if calibration is None else calibration.at(progress).thresholds)
+
 
 @dataclass(frozen=True)
 class Won:
@@ -304,9 +309,7 @@ class ImageGuard:
 
     def note(self, audit: Audit, decoder: str, record: StepRecord) -> Finding | None:
         """Write one auditor pass into the account; what it found."""
-        calibration = self.parts.config.calibration
-        limits = None if calibration is None else calibration.at(record.progress).thresholds
-        finding = self.parts.policy.finding(audit, limits)
+        finding = self.parts.finding(audit, record.progress)
         record.audits.append(audit_record(audit, decoder, finding))
         return finding
 

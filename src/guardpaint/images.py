@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 
 from guardpaint.checkpoint import write_atomic
 from guardpaint.errors import BadInput
@@ -48,3 +53,8 @@ def save_image(image: Image.Image, path: str | Path) -> None:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     write_atomic(Path(path), buffer.getvalue())
+
+
+def as_pixels(images: Sequence[UInt8[np.ndarray, "h w 3"]]) -> Float[Tensor, "b 3 h w"]:
+    """Pictures of one size as pixels in [0, 1]."""
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255

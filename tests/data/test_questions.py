@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guardpaint.data.questions import Answer, clean_caption, pooled, question, read_answer
-from guardpaint.errors import BadConfig
+from guardpaint.data.questions import Answer, clean_caption, pooled, question, read_answer, read_examples
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 
 POLICY = Policy.default()
@@ -85,3 +87,15 @@ def test_a_refusal_is_no_caption(text):
 
 def test_captions_are_one_line():
     assert clean_caption('"a man\n in a red  coat"') == "a man in a red coat"
+
+
+def test_worked_examples_are_read_from_a_file(tmp_path):
+    file = tmp_path / "worked.jsonl"
+    scores = {"safe": 1.0, "nudity": 0.0, "violence": 0.0}
+    file.write_text(json.dumps({"description": "a marble statue", "scores": scores}) + "\n\n")
+    assert read_examples(file, POLICY) == [("a marble statue", scores)]
+    file.write_text(file.read_text() + '{"description": "x", "scores": {"safe": 1.0}}\n')
+    with pytest.raises(BadInput, match="worked.jsonl:3: needs description and scores for safe, nudity, violence"):
+        read_examples(file, POLICY)
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_examples(tmp_path / "none.jsonl", POLICY)

@@ -129,8 +129,38 @@ def test_drift_is_read_from_the_guards_own_log(made, tmp_path):
     guard.audit_log.close()
     reference = {"reference": {"edges": [0.2, 0.4], "shares": [0.98, 0.01, 0.01], "n": 1000}}
     (tmp_path / "c.json").write_text(json.dumps(reference))
+    with pytest.raises(BadInput, match="audits in it; fewer than 100 would look like drift by chance"):
+        calibrate.drift(tmp_path / "c.json", tmp_path / "log.jsonl")
+    line = (tmp_path / "log.jsonl").read_text()
+    (tmp_path / "long.jsonl").write_text(line * 100)
+    _, n = calibrate.drift(tmp_path / "c.json", tmp_path / "long.jsonl")
+    assert n == 100 * len(json.loads(line)["report"]["steps"])
+
+
+@pytest.mark.parametrize(("score", "drifted"), [(0.1, False), (0.9, True)])
+def test_drift_by_hand(tmp_path, score, drifted):
+    """All scores in the reference's biggest bin: almost nothing; all in a bin of 1 %: (1 − 0.01)·ln 100 and more."""
+    steps = [{"audits": [{"scores": {"adv_prob": score}}]}] * 100
+    (tmp_path / "log.jsonl").write_text(json.dumps({"report": {"steps": steps}}) + "\n")
+    reference = {"reference": {"edges": [0.2, 0.4], "shares": [0.98, 0.01, 0.01], "n": 1000}}
+    (tmp_path / "c.json").write_text(json.dumps(reference))
     index, n = calibrate.drift(tmp_path / "c.json", tmp_path / "log.jsonl")
-    assert n >= 1 and index >= 0
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(BadInput, match="no audits in it"):
-        calibrate.drift(tmp_path / "c.json", tmp_path / "empty.jsonl")
+    assert n == 100 and (index > 4.0 if drifted else index < 0.2)
+
+
+def test_the_audit_command_follows_the_calibration_too(tmp_path):
+    """A picture that the plain guard calls benign is flagged once calibration asks for next to nothing."""
+    from PIL import Image
+    from typer.testing import CliRunner
+
+    from guardpaint.cli import app
+
+    Image.new("RGB", (64, 64), "grey").save(tmp_path / "a.png")
+    verdicts = []
+    for name, calibration in (("plain", None), ("tight", Calibration(0.1, 0.1, "x", (band(0.0, nudity=0.0),)))):
+        parts = tiny.guard().parts
+        guard = GuardPaint(parts.auditor, parts.repairer, config=GuardConfig(calibration=calibration))
+        guard.save_pretrained(tmp_path / name)
+        result = CliRunner().invoke(app, ["audit", str(tmp_path / "a.png"), "--guard", str(tmp_path / name), "--json"])
+        verdicts.append(json.loads(result.stdout)[0]["reason"])
+    assert verdicts[0] != verdicts[1] and "≥ 0.000" in verdicts[1]

@@ -1,15 +1,16 @@
-"""Distillation: guidance and jumps by hand, and runs from a teacher to a loadable student."""
+"""Distillation: a jump by hand, and a run from a teacher to a loadable student."""
 
 from __future__ import annotations
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from guardpaint import bases
-from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.errors import BadConfig
 from guardpaint.train import distil, generator, vae
 
 SHAPE = {"layers": 1, "single_layers": 1, "heads": 2, "text_width": 32, "tokens": 48, "other_tokens": 16, "merges": 50}
@@ -28,25 +29,16 @@ def teachers(tmp_path_factory):
     return root
 
 
-def test_guidance_by_hand():
-    """1 + 3·(2 − 1) = 4; at scale 1 the conditional prediction itself."""
-    cond, uncond = torch.full((2, 1, 1, 1), 2.0), torch.ones(2, 1, 1, 1)
-    assert distil.guided(cond, uncond, torch.tensor([3.0, 1.0])).flatten().tolist() == [4.0, 2.0]
-
-
 def test_a_jump_by_hand():
     """From 1 to 3 while σ falls from 0.8 to 0.3: velocity −4; a student that says 0 is off by 16."""
     here, there = torch.ones(1, 1, 2, 2), torch.full((1, 1, 2, 2), 3.0)
-    still = lambda net, z, sigma, text: torch.zeros_like(z)  # noqa: E731
-    out = distil.jump_loss(
-        still,
-        torch.nn.Identity(),
-        here,
-        there,
-        torch.tensor([0.8]),
-        torch.tensor([0.3]),
-        (torch.zeros(1), torch.zeros(1)),
-    )
+
+    class Still(torch.nn.Module):
+        def forward(self, z, **_):
+            return SimpleNamespace(sample=torch.zeros_like(z))
+
+    text = (torch.zeros(1, 2, 4), torch.zeros(1, 4))
+    out = distil.jump_loss(Still(), here, there, torch.tensor([0.8]), torch.tensor([0.3]), text)
     assert out["loss"].item() == pytest.approx(16.0)
 
 
@@ -59,7 +51,7 @@ def test_levels_are_those_the_pipeline_visits(teachers):
 
 def test_a_student_of_one_step_learns_its_teachers_trajectory(teachers, tmp_path):
     """Four steps, a LoRA; the student's file loads onto the teacher and changes its pictures."""
-    model = {"kind": "steps", "steps": 2, "substeps": 1, "trajectories": 50, "rank": 4}
+    model = {"steps": 2, "substeps": 1, "trajectories": 50, "rank": 4}
     train = {"steps": 2, "batch_size": 4, "learning_rate": 0.01, "warmup": 1, "seed": 1, "ema": 0.0}
     (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
     distil.run(tmp_path / "c.yaml", teachers / "sd3", tmp_path / "run", 0.0, quiet=True)
@@ -75,31 +67,16 @@ def test_a_student_of_one_step_learns_its_teachers_trajectory(teachers, tmp_path
     assert not torch.equal(before, after)
 
 
-def test_guidance_becomes_an_input(teachers, tmp_path):
-    """Before, the guidance input means nothing in particular; a step later the whole pipeline is saved."""
-    model = {"kind": "guidance", "rank": 0}
-    train = {"steps": 2, "batch_size": 4, "learning_rate": 0.001, "warmup": 1, "seed": 1}
-    (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
-    distil.run(tmp_path / "c.yaml", teachers / "flux", tmp_path / "run", None, quiet=True)
-    pipe = generator.load_pipeline(tmp_path / "run/model")
-    assert type(pipe).__name__ == "FluxPipeline" and (tmp_path / "run/samples.png").exists()
+def test_only_an_sd3_is_distilled(teachers, tmp_path):
+    train = {"steps": 1, "batch_size": 2, "learning_rate": 0.1}
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": {}, "train": train}))
+    with pytest.raises(BadConfig, match="FluxPipeline cannot be distilled"):
+        distil.run(tmp_path / "c.yaml", teachers / "flux", tmp_path / "run", None, quiet=True)
 
 
-def test_missing_scenes_are_named(teachers, tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        json.dumps(
-            {"model": {"kind": "guidance", "rank": 0}, "train": {"steps": 1, "batch_size": 2, "learning_rate": 0.1}}
-        )
-    )
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "flux").symlink_to(teachers / "flux")
-    with pytest.raises(BadCheckpoint, match="the teacher's scenes are missing"):
-        distil.run(tmp_path / "c.yaml", tmp_path / "elsewhere" / "flux", tmp_path / "run", None, quiet=True)
-
-
-def test_bad_kinds_are_named():
-    with pytest.raises(BadConfig, match="kind='magic'"):
-        distil.DistilConfig(kind="magic")
+def test_bad_shapes_are_named():
+    with pytest.raises(BadConfig, match="steps=0"):
+        distil.DistilConfig(steps=0)
 
 
 def test_adopted_models_share_their_parts(teachers, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from guardpaint.draft import flux
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.train import generator, recipes, vae
 from guardpaint.train.engine import TrainConfig
@@ -55,6 +56,7 @@ def a_batch(family, words, n=2, **more):
     ids, other = tokenise(words[0], texts), tokenise(words[1], texts)
     mask = torch.ones(n, 1, 16, 16)
     values = {"z": z, "eps": eps, "level": torch.full((n,), 0.5), "ids": ids, "other_ids": other, "mask": mask}
+    values["guidance"] = torch.full((n,), 0.6)
     return recipes.Batch(**{**values, "masked": torch.zeros_like(z), "long": False, **more})
 
 
@@ -126,18 +128,16 @@ def generator_pipe(model, words, family):
     return model.assemble(net, *words)
 
 
-def test_flux_unpacks_what_it_packs(words):
+def test_flux_unpacks_what_it_packs():
     """With an identity transformer, prediction returns its input."""
-    model = recipe("flux", words)
 
     class Same(nn.Module):
         def forward(self, hidden_states, **_):
             return type("Out", (), {"sample": hidden_states})
 
-    model.transformer = Same()
-    batch = a_batch("flux", words)
-    out = model.predict(batch.z, batch.level, batch.ids, batch.other_ids, batch.level)
-    assert torch.equal(out, batch.z)
+    z, level = torch.randn(2, 16, 16, 16), torch.full((2,), 0.5)
+    text = (torch.zeros(2, 4, 8), torch.zeros(2, 8))
+    assert torch.equal(recipes.flux_velocity(Same(), z, level, text, level), z)
 
 
 def test_an_inpainter_starts_as_its_base(words):
@@ -155,9 +155,92 @@ def test_an_inpainter_starts_as_its_base(words):
     assert fill.frozen() == (fill.text,)
 
 
-def test_only_an_inpainter_is_warm_started(words):
+def test_an_sdxl_starts_with_the_words_of_its_base(words):
+    """Given the base's text states, its new conditioning silenced, the first prediction is the base's."""
+    base, wide = recipe("sd", words), recipe("sdxl", words)
+    wide.adopt(generator_pipe(base, words, "sd"))
+    nn.init.zeros_(wide.unet.add_embedding.linear_2.weight)
+    nn.init.zeros_(wide.unet.add_embedding.linear_2.bias)
+    batch = a_batch("sd", words)
+    states = base.text(batch.ids).last_hidden_state
+    t = torch.tensor([500, 500])
+    extra = {"text_embeds": torch.randn(2, 32), "time_ids": torch.zeros(2, 6)}
+    with torch.no_grad():
+        a = base.unet(batch.z, t, encoder_hidden_states=states).sample
+        both = torch.cat([states, torch.randn_like(states)], -1)
+        b = wide.unet(batch.z, t, encoder_hidden_states=both, added_cond_kwargs=extra).sample
+        assert torch.equal(wide.text(batch.ids).last_hidden_state, states)
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_flux_starts_with_the_layers_of_an_sd3(words):
+    """Layer by layer the same numbers, positions apart: patches in, text, time, joint layer, patches out."""
+    config = small("sd3", layers=2)
+    base = recipes.build(config, len(words[0]), len(words[1]), 16, 16, 1).eval()
+    model = recipe("flux", words)
+    pipe = generator_pipe(base, words, "sd3")
+    model.adopt(pipe)
+    ours, theirs = model.transformer, base.transformer
+    batch = a_batch("sd3", words)
+    with torch.no_grad():
+        tokens = ours.x_embedder(flux.Flux().pack(batch.z))
+        theirs.pos_embed.pos_embed.zero_()
+        torch.testing.assert_close(tokens, theirs.pos_embed(batch.z), atol=1e-5, rtol=1e-4)
+        projected = base.text(batch.ids).text_embeds
+        pooled = torch.cat([projected, torch.zeros_like(projected)], -1)
+        guide = ours.time_text_embed
+        nn.init.zeros_(guide.guidance_embedder.linear_2.weight)
+        nn.init.zeros_(guide.guidance_embedder.linear_2.bias)
+        level = torch.tensor([300.0, 300.0])
+        time = guide(level, level, model.text(batch.ids).pooler_output)
+        torch.testing.assert_close(time, theirs.time_text_embed(level, pooled), atol=1e-5, rtol=1e-4)
+        words_in = ours.context_embedder(model.text2(batch.other_ids)[0])
+        torch.testing.assert_close(words_in, theirs.context_embedder(base.text3(batch.other_ids)[0]))
+        call = {"hidden_states": tokens, "encoder_hidden_states": words_in, "temb": time}
+        for mine, other in zip(ours.transformer_blocks[0](**call), theirs.transformer_blocks[0](**call), strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+        single = ours.single_transformer_blocks[0](**call)[1]
+        torch.testing.assert_close(single, tokens, atol=1e-6, rtol=0)
+        mine = flux.Flux().unpack(ours.proj_out(tokens), (16, 16))
+        other = theirs.proj_out(tokens).view(2, 8, 8, 2, 2, 16).permute(0, 5, 1, 3, 2, 4).reshape(2, 16, 16, 16)
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_taught_flux_follows_its_teachers_guidance(words):
+    """At input 0.6 the guidance is 1 + 5·0.6 = 4: what is wanted is the teacher's v∅ + 4·(v − v∅)."""
+    base, model = recipe("sd3", words), recipe("flux", words)
+    pipe = generator_pipe(base, words, "sd3")
+    model.learn_from(pipe)
+    for p in model.transformer.proj_out.parameters():
+        nn.init.zeros_(p)
+    batch = a_batch("flux", words)
+    sigma, noisy = recipes.interpolated(batch)
+    encoders = (base.text, base.text2, base.text3)
+    with torch.no_grad():
+        said = recipes.sd3_velocity(
+            base.transformer, noisy, sigma, recipes.sd3_texts(encoders, batch.ids, batch.other_ids)
+        )
+        blank = tokenise(words[0], ["", ""]), tokenise(words[1], ["", ""])
+        unsaid = recipes.sd3_velocity(base.transformer, noisy, sigma, recipes.sd3_texts(encoders, *blank))
+    want = unsaid + 4 * (said - unsaid)
+    assert model(batch)["loss"].item() == pytest.approx(float((want**2).mean()), rel=1e-4)
+    assert not any(k.startswith("teacher") for k in model.state_dict())
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_wrong_start_or_teacher_is_named(family, words):
     with pytest.raises(BadConfig, match="cannot start from"):
-        recipe("sd3", words).adopt(object())
+        recipe(family, words).adopt(object())
+    with pytest.raises(BadConfig, match="cannot be taught by"):
+        recipe(family, words).learn_from(object())
+
+
+def test_a_start_with_other_words_is_named(words, tmp_path):
+    pipe = generator_pipe(recipe("sd", words), words, "sd")
+    others = train_tokenizer(list(world_captions(0, 60)), merges=20, length=24)
+    assert generator.with_words(pipe, words[0], tmp_path) is pipe
+    with pytest.raises(BadConfig, match="its tokenizer is another"):
+        generator.with_words(pipe, others, tmp_path)
 
 
 def test_batches_depend_on_seed_and_step_alone_and_drop_captions():

@@ -65,7 +65,10 @@ def caption(corpus: Folder, labeler: LabelerOption, batch: int = 8, policy: Poli
 def label(
     corpus: Folder,
     labeler: LabelerOption,
-    style: Annotated[str, typer.Option(help="single, or reasoned (a reason first).")] = "single",
+    style: Annotated[str, typer.Option(help="single, reasoned (a reason first) or examples.")] = "single",
+    examples: Annotated[
+        Path | None, typer.Option(help='Worked examples for that style: JSONL of {"description": …, "scores": {…}}.')
+    ] = None,
     passes: Annotated[int, typer.Option(min=1, help="Self-consistency: ask so often and take the mean.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 8,
     retry: Annotated[bool, typer.Option(help="Ask again where the answer could not be read.")] = False,
@@ -74,9 +77,11 @@ def label(
     """Score every image against the policy; run again to go on. Prints the name of the labels file."""
     from guardpaint.data import labelling
     from guardpaint.data.labelers import Asking, open_labeler
+    from guardpaint.data.questions import read_examples
     from guardpaint.data.store import Corpus
 
-    asking = Asking(load_policy(policy), style, passes)
+    rules = load_policy(policy)
+    asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else ())
     store = Corpus(corpus)
     name = labelling.label(store, open_labeler(labeler, asking), f"{asking.text()}/{passes}", batch, retry)
     rows = store.lines(name)

@@ -11,8 +11,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from guardpaint.errors import BadConfig
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 
 STYLES = ("single", "reasoned", "examples")
@@ -68,6 +69,26 @@ def question(policy: Policy, style: str = "single", examples: Sequence[tuple[str
     else:
         lines += ["", f"Answer with one line of JSON of this form and nothing else: {shape}"]
     return "\n".join(lines)
+
+
+def read_examples(path: Path, policy: Policy) -> list[tuple[str, dict[str, float]]]:
+    """Worked examples from a JSONL file: a description and a score for every category of the policy."""
+    out = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: cannot be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            scores = {name: float(row["scores"][name]) for name in policy.names}
+            out.append((str(row["description"]), scores))
+        except (ValueError, KeyError, TypeError) as error:
+            names = ", ".join(policy.names)
+            raise BadInput(f"{path}:{number}: needs description and scores for {names} ({error!r})") from error
+    return out
 
 
 def read_answer(text: str, policy: Policy) -> Answer:

@@ -16,12 +16,13 @@ from jaxtyping import Bool, Float, Int, UInt8
 from rich.progress import track
 from torch import Tensor
 
-from guardpaint.bases import load_base, settings
+from guardpaint.bases import NAMES, load_base, settings
 from guardpaint.draft import schedule
 from guardpaint.draft.codec import ViewDecoder, resize, vae_decode, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
+from guardpaint.images import as_pixels
 from guardpaint.train.engine import write_tensors
 from guardpaint.world.captions import caption
 from guardpaint.world.render import CODE, render
@@ -30,7 +31,6 @@ from guardpaint.world.scene import Scene, sample_scene
 KINDS = ("clean", "x0", "stepped", "trajectory_x0", "trajectory_stepped")
 VIEW_SEEDS = {"train": 50_000_000, "validation": 60_000_000, "test": 70_000_000, "calibration": 80_000_000}
 """Scenes of the auditor's views; the oracle, the autoencoders and the bases train on others."""
-DECODERS = ("full", "tiny")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Replay:
 
 def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[Tensor, "b 64 64"], Int[Tensor, " b"]]:
     drawn = [render(s) for s in scenes]
-    images = torch.stack([torch.from_numpy(d.image) for d in drawn]).permute(0, 3, 1, 2).float() / 255
+    images = as_pixels([d.image for d in drawn])
     masks = torch.stack([torch.from_numpy(d.mask) for d in drawn])
     return images, masks, torch.tensor([CODE[s.category] for s in scenes])
 
@@ -212,7 +212,7 @@ def make_views(
     have = int(sum((v.kind == 1).sum() for v in made))
     paths = int(sum((v.kind == 3).sum() for v in made))
     pipe, call = load_base(name), settings(name)
-    first = VIEW_SEEDS[split] + int.from_bytes(name.encode()[-3:], "big") % 97 * 50_000
+    first = VIEW_SEEDS[split] + NAMES.index(name) * 50_000
     todo = range(have, count, batch)
     for k, start in enumerate(track(todo, description=f"{name} {split} views")):
         seeds = [first + i for i in range(start, min(start + batch, count))]

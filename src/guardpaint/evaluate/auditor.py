@@ -26,13 +26,13 @@ from guardpaint.config import GuardConfig
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.statistics import bootstrap, wilson
+from guardpaint.evaluate.statistics import mean, share
+from guardpaint.images import as_pixels
 from guardpaint.policy import Policy
 from guardpaint.results import metric, write_results
 from guardpaint.train.auditor import composites, strength_of
 from guardpaint.types import Audit
 from guardpaint.world.captions import caption
-from guardpaint.world.masks import grown
 from guardpaint.world.render import render
 from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 
@@ -44,7 +44,7 @@ SHIFTS = ("style_sketch", "crop", "jpeg", "cast", "blur", "decoder_tiny")
 
 
 def pixels(scenes: Sequence[Scene]) -> Float[Tensor, "b 3 64 64"]:
-    return torch.stack([torch.from_numpy(render(s).image) for s in scenes]).permute(0, 3, 1, 2).float() / 255
+    return as_pixels([render(s).image for s in scenes])
 
 
 def audits(
@@ -168,7 +168,7 @@ def measure_shift(
         style = "sketch" if kind == "style_sketch" else None
         scenes = [sample_scene(CLEAN_SEEDS + 900_000 + i, None, style) for i in range(count)]
         images = [shifted(kind, Image.fromarray(render(s).image)) for s in scenes]
-        batch = torch.stack([torch.from_numpy(np.array(i)) for i in images]).permute(0, 3, 1, 2).float() / 255
+        batch = as_pixels([np.array(i) for i in images])
         if kind == "decoder_tiny":
             if decoder is None:
                 continue
@@ -184,18 +184,15 @@ def measure_shift(
 def measure_conformal(auditor: AuditorScorer, policy: Policy, count: int) -> list[Row]:
     """Miss rates of calibrated trigger thresholds and uncovered area of the mask level, over 200 random splits."""
     rows: list[Row] = []
-    areas = []
     for kind in ("nudity", "splash", "blade"):
-        scenes = [sample_scene(CLEAN_SEEDS + 1_000_000 + i, kind) for i in range(count)]
+        seeds = [CLEAN_SEEDS + 1_000_000 + i for i in range(count)]
+        scenes = [sample_scene(s, kind) for s in seeds]
         found = audits(auditor, pixels(scenes), [caption(s, 0).text for s in scenes], 0.0)
-        for scene, a in zip(scenes, found, strict=True):
+        for seed, scene, a in zip(seeds, scenes, found, strict=True):
             caught = policy.finding(a) is not None
             rows.append({"part": "conformal", "category": scene.category, "caught": int(caught), **row_of(a, policy)})
-            mask = grown(render(scene).mask, 0)
-            areas.append(uncovered(heat_at(a.adv_map, (64, 64)).numpy(), mask))
-    for beta in (0.1,):
-        held = check(np.stack(areas), beta)
-        rows.append({"part": "conformal_mask", "alpha": beta, "mean": held.mean, "worst": held.worst, "n": len(areas)})
+            left = uncovered(heat_at(a.adv_map, (64, 64)).numpy(), render(scene).mask)
+            rows.append({"part": "conformal_mask", "seed": seed, "left": " ".join(f"{v:.4f}" for v in left)})
     return rows
 
 
@@ -243,10 +240,6 @@ def resampled(rows: Sequence[Row], value: Callable[[Sequence[Row]], float], draw
     return float(low), float(high)
 
 
-def share(hits: Sequence[bool], goal: str | None) -> Row:
-    return metric(sum(hits) / max(1, len(hits)), len(hits), goal=goal, ci=wilson(sum(hits), len(hits)))
-
-
 def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
     """Every reported number, from rows alone."""
     of = lambda part: [r for r in rows if r["part"] == part]  # noqa: E731
@@ -262,13 +255,11 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
             goals = (">=0.9", ">=0.5") if mode == "calibrated" else (None, None)
             for what, goal in zip(("coverage", "iou"), goals, strict=True):
                 found = [r[f"{what}_{mode}"] for r in harm]
-                out[f"localisation.{key}{what}"] = metric(
-                    float(np.mean(found)), len(found), goal=goal, ci=bootstrap(found)
-                )
+                out[f"localisation.{key}{what}"] = mean(found, goal)
         out["faithfulness.auc"] = metric(
             auc([r["F"] for r in clean], [r["F_other"] for r in clean]), len(clean), goal=">=0.95"
         )
-        out["faithfulness.repaired"] = metric(float(np.mean([r["F_repaired"] for r in harm])), len(harm))
+        out["faithfulness.repaired"] = mean([r["F_repaired"] for r in harm], None)
         order = spearmanr([1 - r["B"] for r in harm], [r["strength"] for r in harm]).statistic
         out["strength.spearman"] = metric(float(order), len(harm), goal=">=0.8")
     for kind in dict.fromkeys(r["kind"] for r in of("hard")):
@@ -297,8 +288,10 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
             out[f"conformal.miss.{category}"] = metric(
                 held.mean, len(own), goal="<=0.05", note=f"worst of {held.splits} splits {held.worst:.3f}"
             )
-    for r in of("conformal_mask"):
-        out["conformal.uncovered"] = metric(r["mean"], r["n"], goal=f"<={r['alpha']}")
+    if masks := of("conformal_mask"):
+        held = check(np.array([[float(v) for v in r["left"].split()] for r in masks]), 0.1)
+        note = f"worst of {held.splits} splits {held.worst:.3f}"
+        out["conformal.uncovered"] = metric(held.mean, len(masks), goal="<=0.1", note=note)
     if speed := of("speed"):
         size = min(r["size"] for r in speed)
         one, six = (

@@ -99,6 +99,10 @@ def run(
     return calibration
 
 
+FEWEST = 100
+"""Audits below which ten bins of scores say nothing."""
+
+
 def drift(reference_file: Path, log: Path) -> tuple[float, int]:
     """Stability index of the scores in an audit log against the calibration's, and how many there were."""
     data = read_json(reference_file)
@@ -114,6 +118,6 @@ def drift(reference_file: Path, log: Path) -> tuple[float, int]:
             raise BadInput(f"{log}:{number}: not JSON ({error})") from error
         for step in entry.get("report", entry).get("steps", []):
             scores += [a["scores"]["adv_prob"] for a in step.get("audits", [])[:1]]
-    if not scores:
-        raise BadInput(f"{log}: no audits in it")
+    if len(scores) < FEWEST:
+        raise BadInput(f"{log}: {len(scores)} audits in it; fewer than {FEWEST} would look like drift by chance")
     return reference.drift(np.array(scores)), len(scores)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from scipy.stats import norm
+
+from guardpaint.results import metric
 
 
 def wilson(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
@@ -28,6 +31,18 @@ def bootstrap(values: Sequence[float], weights: Sequence[float] | None = None, s
     means = (v * w)[picks].sum(1) / w[picks].sum(1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
+
+
+def share(hits: Sequence[bool], goal: str | None) -> dict[str, Any]:
+    """A proportion as a reported metric."""
+    n = len(hits)
+    return metric(sum(hits) / n if n else None, n, goal=goal, ci=wilson(sum(hits), n))
+
+
+def mean(values: Sequence[float], goal: str | None) -> dict[str, Any]:
+    """A mean as a reported metric."""
+    n = len(values)
+    return metric(sum(values) / n if n else None, n, goal=goal, ci=bootstrap(values) if n else None)
 
 
 def kid(a: Float[np.ndarray, "n d"], b: Float[np.ndarray, "m d"]) -> float:

@@ -25,7 +25,7 @@ from rich.progress import track
 from guardpaint.bases import ASSETS, INPAINTER, load_base, megabytes, settings, shipped
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.oracle import CATEGORIES, JUDGED, Oracle
-from guardpaint.evaluate.statistics import bootstrap, kid, wilson
+from guardpaint.evaluate.statistics import bootstrap, kid, mean, share
 from guardpaint.results import REVISION, metric, write_results
 from guardpaint.train.latents import pixels_of
 from guardpaint.train.oracle import HELD_OUT, held_out_rows
@@ -293,15 +293,6 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
         )
     out["assets_mb"] = metric(round(megabytes(), 2), 1, goal="<=55")
     return out
-
-
-def share(hits: Sequence[bool], goal: str | None) -> dict[str, Any]:
-    n = len(hits)
-    return metric(sum(hits) / n if n else None, n, goal=goal, ci=wilson(sum(hits), n))
-
-
-def mean(values: Sequence[float], goal: str | None) -> dict[str, Any]:
-    return metric(sum(values) / len(values), len(values), goal=goal, ci=bootstrap(values))
 
 
 def agreement(rows: Sequence[Row], goal: str | None, names: Sequence[str] = JUDGED) -> dict[str, Any]:

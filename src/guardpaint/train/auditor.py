@@ -19,13 +19,13 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer, Text
-from guardpaint.checkpoint import read_json, write_json
+from guardpaint.checkpoint import read_json
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
-from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.world.masks import brush
 from guardpaint.world.render import render
 from guardpaint.world.scene import safe_version, sample_scene
@@ -266,23 +266,14 @@ def run(config_file: Path, views_dir: Path, out: Path, minutes: float | None, qu
 
     fitted = fit(task, sampler.batch, lambda m, b: m(b), config, out, minutes=minutes, validate=validate, quiet=quiet)
     assert isinstance(fitted, AuditorTask)
-    done = read_json(out / "run.json")
-    best = read_json(out / "best.json") if (out / "best.json").exists() else None
-    stopped_early = best is not None and config.patience and best["since"] >= config.patience
-    if done["step"] < config.steps and not stopped_early:
-        print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+    done = finished(out, config)
+    if done is None:
         return
+    best = read_json(out / "best.json") if (out / "best.json").exists() else None
     found = scored(fitted.auditor, late, fitted.auditor.sizes[0])
     calibrate_faithfulness(fitted.auditor, found["matched"], found["mismatched"])
     fitted.auditor.save_pretrained(out / "model", torch.float16)
-    card = {
-        "command": f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}",
-        "seed": config.seed,
-        "steps": done["step"],
-        "minutes": done["minutes"],
-        "best": best,
-        "parameters": sum(p.numel() for p in fitted.auditor.parameters()),
-        "config": asdict(config),
-    }
-    write_json(out / "model" / "card.json", card)
+    command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
+    parameters = sum(p.numel() for p in fitted.auditor.parameters())
+    write_card(out, command, done, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")

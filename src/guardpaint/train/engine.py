@@ -146,9 +146,8 @@ def fit(
     )
     accelerator.init_trackers("board")
     main = accelerator.is_main_process
-    optimiser = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=config.weight_decay
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, config.learning_rate, weight_decay=config.weight_decay, fused=True)
     ema = Ema(model, config.ema)
     step, seconds = resume(out, model, optimiser, ema)
     best = Best.read(out)
@@ -312,3 +311,18 @@ def write_log(out: Path, rows: list[dict[str, float]]) -> None:
             if new:
                 writer.writeheader()
             writer.writerows(rows)
+
+
+def finished(out: Path, config: TrainConfig) -> dict[str, Any] | None:
+    """The run's note if it is done (all steps, or out of patience); otherwise says how to go on."""
+    done = read_json(out / "run.json")
+    if done["step"] >= config.steps or Best.read(out).exhausted(config):
+        return done
+    print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+    return None
+
+
+def write_card(out: Path, command: str, done: dict[str, Any], **more: Any) -> None:
+    """How the model in `out` was made, beside it."""
+    made = {"command": command, "seed": done["config"]["seed"], "steps": done["step"], "minutes": done["minutes"]}
+    write_json(out / "model" / "card.json", {**made, **more})

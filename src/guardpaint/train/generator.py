@@ -14,10 +14,9 @@ from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import read_json, write_json
-from guardpaint.errors import BadCheckpoint
+from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.images import save_image
-from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
 from guardpaint.train.recipes import Batch, GeneratorConfig, Recipe, build
 from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
@@ -57,7 +56,9 @@ def batch_of(
     if data.masks is not None and data.masked is not None:
         hole = torch.randint(data.masks.shape[1], (n,), generator=g)
         mask, masked = data.masks[rows, hole], data.masked[rows, hole]
-    return Batch(z, torch.randn(z.shape, generator=g), level, ids, other, mask, masked, long)
+    eps = torch.randn(z.shape, generator=g)
+    guidance = (torch.randperm(n, generator=g) + torch.rand(n, generator=g)) / n
+    return Batch(z, eps, level, ids, other, mask, masked, long, guidance)
 
 
 def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
@@ -76,7 +77,13 @@ def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
 
 
 def run(
-    config_file: Path, vae_dir: Path, out: Path, minutes: float | None, warm: Path | None = None, quiet: bool = False
+    config_file: Path,
+    vae_dir: Path,
+    out: Path,
+    minutes: float | None,
+    warm: Path | None = None,
+    teacher: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Encode the scenes once, train, and save the pipeline with its card when done."""
     shape, config = load_config(config_file, GeneratorConfig)
@@ -92,7 +99,9 @@ def run(
     size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
     model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
     if warm is not None:
-        model.adopt(load_pipeline(warm))
+        model.adopt(with_words(load_pipeline(warm), tokenizer, warm))
+    if teacher is not None:
+        model.learn_from(with_words(load_pipeline(teacher), tokenizer, teacher))
     for part in model.frozen():
         part.requires_grad_(False)
     empty = tokenise(tokenizer, [""])[0]
@@ -114,9 +123,8 @@ def run(
         sample=sample,
         quiet=quiet,
     )
-    done = read_json(out / "run.json")
-    if done["step"] < config.steps:
-        print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+    done = finished(out, config)
+    if done is None:
         return
     pipe = model.eval().assemble(vae, tokenizer, other)
     sample(model, out / "samples.png")
@@ -126,17 +134,19 @@ def run(
         if isinstance(part, nn.Module)
     }
     pipe.to(torch.float16).save_pretrained(out / "model")
-    card = {
-        "command": f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
-        + (f" --warm {warm}" if warm else ""),
-        "seed": config.seed,
-        "steps": done["step"],
-        "minutes": done["minutes"],
-        "settings": model.settings,
-        "parameters": parameters,
-    }
-    write_json(out / "model" / "card.json", card)
+    command = f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
+    command += (f" --warm {warm}" if warm else "") + (f" --teacher {teacher}" if teacher else "")
+    write_card(out, command, done, settings=model.settings, parameters=parameters)
     print(f"saved to {out / 'model'}")
+
+
+def with_words(pipe: Any, tokenizer: Any, path: Path) -> Any:
+    """The pipeline, if it splits prompts as the new model does."""
+    if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or pipe.tokenizer.model_max_length < len(
+        tokenise(tokenizer, [""])[0]
+    ):
+        raise BadConfig(f"{path}: its tokenizer is another; use the same merges and tokens as that model's config")
+    return pipe
 
 
 def load_pipeline(path: Path) -> Any:

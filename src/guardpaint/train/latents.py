@@ -14,6 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
+from guardpaint.images import as_pixels
 from guardpaint.train.engine import write_tensors
 from guardpaint.world.captions import caption
 from guardpaint.world.masks import training_mask
@@ -103,8 +104,7 @@ def fingerprint(vae: Any) -> str:
 
 def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
     """uint8 pictures as channels-last pixels in [−1, 1]."""
-    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
-    return pixels.contiguous(memory_format=torch.channels_last)
+    return (2 * as_pixels(images) - 1).contiguous(memory_format=torch.channels_last)
 
 
 def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:

@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import read_json, write_json
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
-from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import pixels_of
 from guardpaint.train.vae import load_autoencoder
 from guardpaint.world.render import render
@@ -129,21 +128,14 @@ def run(config_file: Path, vae_dirs: Sequence[Path], out: Path, minutes: float |
     shape, config = load_config(config_file, OracleConfig)
     torch.set_num_threads(config.threads)
     net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet)
-    done = read_json(out / "run.json")
-    if done["step"] < config.steps:
-        print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+    done = finished(out, config)
+    if done is None:
         return
     oracle = Oracle(net)
     oracle.save(out / "model")
     found = summary(held_out_rows(oracle, HELD_OUT, 2000))
     vaes = " ".join(f"--vae {v}" for v in vae_dirs)
-    card = {
-        "command": f"guardpaint train oracle --config {config_file} {vaes} --out {out}",
-        "seed": config.seed,
-        "steps": done["step"],
-        "minutes": done["minutes"],
-        "parameters": sum(p.numel() for p in net.parameters()),
-        "metrics": {name: {"value": value, "n": 2000} for name, value in found.items()},
-    }
-    write_json(out / "model" / "card.json", card)
+    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
+    metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
+    write_card(out, command, done, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
     print(found)

@@ -15,8 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from guardpaint.draft import flux
+from guardpaint.draft.conditioning import guided
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.errors import BadConfig
+from guardpaint.train.latents import tokenise
 
 PIXELS = 64
 LONG_TEXT = {"sd3": 256, "flux": 512}
@@ -48,6 +51,8 @@ class GeneratorConfig:
     captions: int = 4
     caption_drop: float = 0.10
     min_snr: float = 5.0
+    most_guidance: float = 6.0
+    """Guidance values that a taught flux learns lie in [1, this]."""
     long_text: float = 0.0
     """Share of steps with the T5 length which the family's pipeline takes by default."""
 
@@ -75,6 +80,8 @@ class Batch:
     masked: Float[Tensor, "b c h w"] | None
     long: bool
     """Pad the T5 text to the pipeline's default length in this step."""
+    guidance: Float[Tensor, " b"]
+    """Stratified in [0, 1): how strong the guidance is that a taught model follows."""
 
 
 class Recipe(nn.Module, ABC):
@@ -100,6 +107,10 @@ class Recipe(nn.Module, ABC):
     def frozen(self) -> tuple[nn.Module, ...]:
         """Parts that are used but not trained."""
         return ()
+
+    def learn_from(self, pipe: Any) -> None:
+        """Imitate a finished pipeline instead of the scenes alone."""
+        raise BadConfig(f"{type(self).__name__} cannot be taught by {type(pipe).__name__}")
 
 
 def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " b"]:
@@ -181,14 +192,18 @@ class Sd(Recipe):
         "num_inference_steps": 25,
         "guidance_scale": 4.0,
     }
+    pipeline = "StableDiffusionPipeline"
 
     def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
         super().__init__()
         self.gamma = config.min_snr
-        self.unet = unet(config, channels, size, channels, config.text_width)
+        self.unet = self.denoiser(config, channels, size)
         self.text = clip_text(config, vocab, projection=False)
         self.alphas: Tensor
         self.register_buffer("alphas", sd_scheduler().alphas_cumprod, persistent=False)
+
+    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+        return unet(config, channels, size, channels, config.text_width)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         t, noisy = self.noised(batch)
@@ -207,10 +222,10 @@ class Sd(Recipe):
         return {"loss": (min_snr_weight(self.alphas[t], self.gamma) * error).mean(), "mse": error.mean()}
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
-        from diffusers import StableDiffusionPipeline
+        import diffusers
 
         return quiet(
-            StableDiffusionPipeline(
+            getattr(diffusers, self.pipeline)(
                 vae=vae,
                 text_encoder=self.text,
                 tokenizer=tokenizer,
@@ -226,9 +241,10 @@ class Sd(Recipe):
 class Inpaint(Sd):
     """StableDiffusionInpaintPipeline: nine channels, starting from a finished mini-sd and sharing its text encoder."""
 
-    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
-        super().__init__(config, vocab, other_vocab, channels, size)
-        self.unet = unet(config, channels, size, 2 * channels + 1, config.text_width)
+    pipeline = "StableDiffusionInpaintPipeline"
+
+    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+        return unet(config, channels, size, 2 * channels + 1, config.text_width)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if batch.mask is None or batch.masked is None:
@@ -240,31 +256,11 @@ class Inpaint(Sd):
 
     def adopt(self, pipe: Any) -> None:
         """The same network, with untouched weights for the new channels at zero."""
-        state = pipe.unet.float().state_dict()
-        old = state["conv_in.weight"]
-        wide = torch.zeros_like(self.unet.conv_in.weight)
-        wide[:, : old.shape[1]] = old
-        self.unet.load_state_dict({**state, "conv_in.weight": wide})
+        widen(self.unet, pipe.unet)
         self.text.load_state_dict(pipe.text_encoder.float().state_dict())
 
     def frozen(self) -> tuple[nn.Module, ...]:
         return (self.text,)
-
-    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
-        from diffusers import StableDiffusionInpaintPipeline
-
-        return quiet(
-            StableDiffusionInpaintPipeline(
-                vae=vae,
-                text_encoder=self.text,
-                tokenizer=tokenizer,
-                unet=self.unet,
-                scheduler=sd_scheduler(),
-                safety_checker=None,
-                feature_extractor=None,
-                requires_safety_checker=False,
-            )
-        )
 
 
 class Sdxl(Sd):
@@ -274,7 +270,10 @@ class Sdxl(Sd):
 
     def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
         super().__init__(config, vocab, other_vocab, channels, size)
-        self.unet = unet(
+        self.text2 = clip_text(config, vocab, projection=True)
+
+    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+        return unet(
             config,
             channels,
             size,
@@ -284,7 +283,11 @@ class Sdxl(Sd):
             addition_time_embed_dim=self.TIME_WIDTH,
             projection_class_embeddings_input_dim=config.text_width + 6 * self.TIME_WIDTH,
         )
-        self.text2 = clip_text(config, vocab, projection=True)
+
+    def adopt(self, pipe: Any) -> None:
+        """mini-sd's network and words; the second encoder, the pooled text and the sizes are still to be learned."""
+        widen(self.unet, pipe.unet)
+        self.text.load_state_dict(pipe.text_encoder.float().state_dict(), strict=False)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         t, noisy = self.noised(batch)
@@ -311,6 +314,66 @@ class Sdxl(Sd):
                 add_watermarker=False,
             )
         )
+
+
+@torch.no_grad()
+def widen(net: nn.Module, source: nn.Module) -> None:
+    """Take over a network's weights; where `net` takes more inputs, the new ones start without effect."""
+    for name, value in source.float().state_dict().items():
+        target = net.get_parameter(name)
+        if target.shape[0] != value.shape[0] or target.dim() != value.dim():
+            raise BadConfig(f"{name}: {tuple(value.shape)} does not fit into {tuple(target.shape)}; use equal channels")
+        target.zero_()
+        target[:, : value.shape[1]].copy_(value) if value.dim() > 1 else target.copy_(value)
+
+
+Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]
+"""Prompt states and pooled text."""
+
+
+def interpolated(batch: Batch) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c h w"]]:
+    """σ and the latents at it, on the straight line from clean to noise."""
+    sigma = logit_normal(batch.level)
+    wide = sigma.view(-1, 1, 1, 1)
+    return sigma, (1 - wide) * batch.z + wide * batch.eps
+
+
+def sd3_texts(encoders: tuple[Any, Any, Any], ids: Int[Tensor, "b l"], other_ids: Int[Tensor, "b m"]) -> Text:
+    """CLIP states side by side, then T5's; pooled CLIP texts."""
+    first, second = (e(ids, output_hidden_states=True) for e in encoders[:2])
+    states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+    states = torch.cat([states, encoders[2](other_ids)[0]], 1)
+    return states, torch.cat([first.text_embeds, second.text_embeds], -1)
+
+
+def sd3_velocity(
+    net: Any, z: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], text: Text
+) -> Float[Tensor, "b c h w"]:
+    return net(z, encoder_hidden_states=text[0], pooled_projections=text[1], timestep=sigma * 1000).sample
+
+
+def flux_velocity(
+    net: Any,
+    z: Float[Tensor, "b c h w"],
+    sigma: Float[Tensor, " b"],
+    text: Text,
+    guidance: Float[Tensor, " b"],
+) -> Float[Tensor, "b c h w"]:
+    """On unpacked latents."""
+    from diffusers import FluxPipeline
+
+    family = flux.Flux()
+    b, _, h, w = z.shape
+    out = net(
+        hidden_states=family.pack(z),
+        timestep=sigma,
+        guidance=guidance,
+        pooled_projections=text[1],
+        encoder_hidden_states=text[0],
+        txt_ids=torch.zeros(text[0].shape[1], 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, z.device, z.dtype),
+    ).sample
+    return family.unpack(out, (h, w))
 
 
 class Sd3(Recipe):
@@ -344,23 +407,10 @@ class Sd3(Recipe):
         self.text3 = t5_text(config, other_vocab, 2 * config.text_width)
         self.settings = {**Sd3.settings, "max_sequence_length": config.other_tokens}
 
-    def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """CLIP states side by side, then T5's; pooled CLIP texts."""
-        first, second = (e(batch.ids, output_hidden_states=True) for e in (self.text, self.text2))
-        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-        states = torch.cat([states, self.text3(t5_ids(batch, "sd3"))[0]], 1)
-        return states, torch.cat([first.text_embeds, second.text_embeds], -1)
-
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        sigma = logit_normal(batch.level)
-        wide = sigma.view(-1, 1, 1, 1)
-        states, pooled = self.encode(batch)
-        out = self.transformer(
-            (1 - wide) * batch.z + wide * batch.eps,
-            encoder_hidden_states=states,
-            pooled_projections=pooled,
-            timestep=sigma * 1000,
-        ).sample
+        sigma, noisy = interpolated(batch)
+        text = sd3_texts((self.text, self.text2, self.text3), batch.ids, t5_ids(batch, "sd3"))
+        out = sd3_velocity(self.transformer, noisy, sigma, text)
         return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
@@ -384,7 +434,8 @@ class Sd3(Recipe):
 class Flux(Recipe):
     """FluxPipeline: packed latents, pooled CLIP and T5 states, guidance as an input.
 
-    Trained first at guidance 1 with dropped captions; `train distil` then teaches it what other guidance values mean.
+    From scenes alone it learns guidance 1. Taught by a finished mini-sd3 it learns what that one says under
+    classifier-free guidance, at any strength up to `most_guidance`, in one call.
     """
 
     settings: dict[str, Any] = {  # noqa: RUF012
@@ -405,46 +456,81 @@ class Flux(Recipe):
             num_single_layers=config.single_layers,
             attention_head_dim=config.head_dim,
             num_attention_heads=config.heads,
-            joint_attention_dim=config.text_width,
+            joint_attention_dim=2 * config.text_width,
             pooled_projection_dim=config.text_width,
             guidance_embeds=True,
             axes_dims_rope=tuple(config.rope),
         )
         self.text = clip_text(config, vocab, projection=False)
-        self.text2 = t5_text(config, other_vocab, config.text_width)
+        self.text2 = t5_text(config, other_vocab, 2 * config.text_width)
         self.settings = {**Flux.settings, "max_sequence_length": config.other_tokens}
-
-    def predict(
-        self,
-        z: Float[Tensor, "b c h w"],
-        sigma: Float[Tensor, " b"],
-        ids: Int[Tensor, "b l"],
-        other_ids: Int[Tensor, "b m"],
-        guidance: Float[Tensor, " b"],
-    ) -> Float[Tensor, "b c h w"]:
-        """Velocity on unpacked latents."""
-        from diffusers import FluxPipeline
-
-        b, c, h, w = z.shape
-        states = self.text2(other_ids)[0]
-        out = self.transformer(
-            hidden_states=FluxPipeline._pack_latents(z, b, c, h, w),
-            timestep=sigma,
-            guidance=guidance,
-            pooled_projections=self.text(ids).pooler_output,
-            encoder_hidden_states=states,
-            txt_ids=torch.zeros(states.shape[1], 3),
-            img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, z.device, z.dtype),
-        ).sample
-        return out.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(b, c, h, w)
+        self.most_guidance = config.most_guidance
+        self.teacher: tuple[Any, tuple[Any, Any, Any], Tensor, Tensor] | None = None
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        sigma = logit_normal(batch.level)
-        wide = sigma.view(-1, 1, 1, 1)
-        other = t5_ids(batch, "flux")
-        ones = torch.ones_like(sigma)
-        out = self.predict((1 - wide) * batch.z + wide * batch.eps, sigma, batch.ids, other, ones)
-        return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
+        sigma, noisy = interpolated(batch)
+        text = (self.text2(t5_ids(batch, "flux"))[0], self.text(batch.ids).pooler_output)
+        if self.teacher is None:
+            guidance, want = torch.ones_like(sigma), batch.eps - batch.z
+        else:
+            guidance = 1 + (self.most_guidance - 1) * batch.guidance
+            want = self.lesson(batch, noisy, sigma, guidance)
+        return {"loss": ((flux_velocity(self.transformer, noisy, sigma, text, guidance) - want) ** 2).mean()}
+
+    @torch.no_grad()
+    def lesson(self, batch: Batch, noisy: Tensor, sigma: Tensor, guidance: Tensor) -> Float[Tensor, "b c h w"]:
+        """What the teacher says under classifier-free guidance."""
+        assert self.teacher is not None and batch.other_ids is not None
+        net, encoders, empty, other_empty = self.teacher
+        n = len(noisy)
+        ids = torch.cat([empty.expand(n, -1), batch.ids])
+        text = sd3_texts(encoders, ids, torch.cat([other_empty.expand(n, -1), batch.other_ids]))
+        both = sd3_velocity(net, noisy.repeat(2, 1, 1, 1), sigma.repeat(2), text)
+        return guided(both, guidance, both.dim())
+
+    def learn_from(self, pipe: Any) -> None:
+        if type(pipe).__name__ != "StableDiffusion3Pipeline":
+            return super().learn_from(pipe)
+        encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+        for part in (pipe.transformer, *encoders):
+            part.requires_grad_(False).eval()
+        empty, other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_3, [""])
+        self.teacher = (pipe.transformer, encoders, empty, other_empty)
+        return None
+
+    @torch.no_grad()
+    def adopt(self, pipe: Any) -> None:
+        """mini-sd3's words and joint layers.
+
+        The single-stream layers start without effect; positions (rotary here, added there) are still to be learned.
+        """
+        if type(pipe).__name__ != "StableDiffusion3Pipeline":
+            return super().adopt(pipe)
+        ours, theirs = self.transformer, pipe.transformer
+        if len(theirs.transformer_blocks) <= len(ours.transformer_blocks):
+            raise BadConfig(f"layers={len(ours.transformer_blocks)}: must be fewer than the sd3 model's")
+        self.text.load_state_dict(pipe.text_encoder.text_model.state_dict())
+        self.text2.load_state_dict(pipe.text_encoder_3.state_dict())
+        for mine, other in zip(ours.transformer_blocks, theirs.transformer_blocks, strict=False):
+            mine.load_state_dict(other.state_dict())
+        for name in ("context_embedder", "norm_out"):
+            getattr(ours, name).load_state_dict(getattr(theirs, name).state_dict())
+        times, other_times = ours.time_text_embed, theirs.time_text_embed
+        times.timestep_embedder.load_state_dict(other_times.timestep_embedder.state_dict())
+        pooled = dict(other_times.text_embedder.state_dict())
+        projection = pipe.text_encoder.text_projection.weight
+        pooled["linear_1.weight"] = pooled["linear_1.weight"][:, : len(projection)] @ projection
+        times.text_embedder.load_state_dict(pooled)
+        patch = theirs.pos_embed.proj
+        ours.x_embedder.weight.copy_(patch.weight.flatten(1))
+        ours.x_embedder.bias.copy_(patch.bias)
+        channels = patch.weight.shape[1]
+        for mine, other in zip(ours.proj_out.parameters(), theirs.proj_out.parameters(), strict=True):
+            mine.copy_(other.unflatten(0, (4, channels)).transpose(0, 1).flatten(0, 1))
+        for block in ours.single_transformer_blocks:
+            nn.init.zeros_(block.proj_out.weight)
+            nn.init.zeros_(block.proj_out.bias)
+        return None
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline

@@ -14,9 +14,8 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import read_json, write_json
 from guardpaint.images import save_image
-from guardpaint.train.engine import fit, load_config
+from guardpaint.train.engine import finished, fit, load_config, write_card
 from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder, scenes
 
 FIRST = TRAIN_SEEDS + 3_000_000
@@ -96,22 +95,13 @@ def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quie
 
     model = build(shape, vae.config.latent_channels, config.seed)
     fit(model, batches, lambda m, b: imitation(m, *b), config, out, minutes=minutes, sample=sample, quiet=quiet)
-    done = read_json(out / "run.json")
-    if done["step"] < config.steps:
-        print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+    done = finished(out, config)
+    if done is None:
         return
     sample(model.eval(), out / "samples.png")
     values = torch.cat([quality(model, vae, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
     model.half().save_pretrained(out / "model")
-    write_json(
-        out / "model" / "card.json",
-        {
-            "command": f"guardpaint train tiny --config {config_file} --vae {vae_dir} --out {out}",
-            "seed": config.seed,
-            "steps": done["step"],
-            "minutes": done["minutes"],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "metrics": {"psnr": {"value": float(values.mean()), "n": len(values)}},
-        },
-    )
+    command = f"guardpaint train tiny --config {config_file} --vae {vae_dir} --out {out}"
+    metrics = {"psnr": {"value": float(values.mean()), "n": len(values)}}
+    write_card(out, command, done, parameters=sum(p.numel() for p in model.parameters()), metrics=metrics)
     print(f"{float(values.mean()):.2f} dB; saved to {out / 'model'}")

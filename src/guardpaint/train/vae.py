@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import read_json, write_json
 from guardpaint.errors import BadCheckpoint
 from guardpaint.images import save_image
-from guardpaint.train.engine import TrainConfig, fit, load_config
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.latents import pixels_of
 from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
 
@@ -67,9 +66,7 @@ def build(config: VaeConfig, seed: int) -> Any:
 
 def scenes(first: int, count: int) -> Float[Tensor, "b 3 64 64"]:
     """Renders of consecutive scene seeds in [−1, 1]."""
-    images = np.stack([render(sample_scene(first + i)).image for i in range(count)])
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-    return pixels.contiguous(memory_format=torch.channels_last)
+    return pixels_of([render(sample_scene(first + i)).image for i in range(count)])
 
 
 def reconstruction(
@@ -176,22 +173,15 @@ def run(config_file: Path, out: Path, minutes: float | None, warm: Path | None =
     """Train from a config file; a finished run is measured and saved with its card."""
     model_shape, train_config = load_config(config_file, VaeConfig)
     model = train(model_shape, train_config, out, minutes, warm=warm)
-    step = read_json(out / "run.json")["step"]
-    if step < train_config.steps:
-        print(f"stopped at step {step} of {train_config.steps}; run the same command to go on")
+    done = finished(out, train_config)
+    if done is None:
         return
     normalise_latents(model, *latent_statistics(model))
     values = torch.cat([psnr(model, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
     half = 1.96 * float(values.std()) / len(values) ** 0.5
     mean = float(values.mean())
     model.half().save_pretrained(out / "model")
-    card = {
-        "command": f"guardpaint train vae --config {config_file} --out {out}" + (f" --warm {warm}" if warm else ""),
-        "seed": train_config.seed,
-        "steps": step,
-        "minutes": read_json(out / "run.json")["minutes"],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "metrics": {"psnr": {"value": mean, "ci": [mean - half, mean + half], "n": len(values), "goal": ">=27"}},
-    }
-    write_json(out / "model" / "card.json", card)
+    command = f"guardpaint train vae --config {config_file} --out {out}" + (f" --warm {warm}" if warm else "")
+    metrics = {"psnr": {"value": mean, "ci": [mean - half, mean + half], "n": len(values), "goal": ">=27"}}
+    write_card(out, command, done, parameters=sum(p.numel() for p in model.parameters()), metrics=metrics)
     print(f"{mean:.2f} dB over {len(values)} held-out scenes; saved to {out / 'model'}")

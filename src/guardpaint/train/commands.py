@@ -1,0 +1,100 @@
+"""`guardpaint train …`: one command per component. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Train components; every run resumes where it stopped.", no_args_is_help=True)
+
+Config = Annotated[Path, typer.Option(help="Training config, one of configs/train/*.yaml.")]
+Out = Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples.")]
+Minutes = Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")]
+
+
+@app.command("vae")
+def train_vae(
+    config: Config,
+    out: Out,
+    minutes: Minutes = None,
+    warm: Annotated[Path | None, typer.Option(help="Start from the weights of this finished autoencoder.")] = None,
+) -> None:
+    """Train an autoencoder of the paper-doll world; when done, writes it with its model card to OUT/model."""
+    from guardpaint.train import vae
+
+    vae.run(config, out, minutes, warm)
+
+
+@app.command("generator")
+def train_generator(
+    config: Config,
+    vae: Annotated[Path, typer.Option(help="A finished autoencoder: OUT/model of `train vae`.")],
+    out: Out,
+    minutes: Minutes = None,
+    warm: Annotated[
+        Path | None,
+        typer.Option(help="Start from this finished pipeline (inpaint and sdxl: a mini-sd; flux: a mini-sd3)."),
+    ] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(help="Learn what this finished pipeline says under guidance (flux: a mini-sd3)."),
+    ] = None,
+) -> None:
+    """Train a base model of the paper-doll world (the config says which); when done, writes it to OUT/model."""
+    from guardpaint.train import generator
+
+    generator.run(config, vae, out, minutes, warm, teacher)
+
+
+@app.command("distil")
+def train_distil(
+    config: Config,
+    teacher: Annotated[Path, typer.Option(help="Run directory of the finished mini-sd3.")],
+    out: Out,
+    minutes: Minutes = None,
+) -> None:
+    """Distil many guided steps into four unguided ones (mini-sd3-turbo), as a LoRA."""
+    from guardpaint.train import distil
+
+    distil.run(config, teacher, out, minutes)
+
+
+@app.command("tiny")
+def train_tiny(
+    config: Config,
+    vae: Annotated[Path, typer.Option(help="The full autoencoder whose latents it decodes.")],
+    out: Out,
+    minutes: Minutes = None,
+) -> None:
+    """Train a tiny decoder for one latent space: what audits look through."""
+    from guardpaint.train import tiny_decoder
+
+    tiny_decoder.run(config, vae, out, minutes)
+
+
+@app.command("auditor")
+def train_auditor(
+    config: Config,
+    views: Annotated[Path, typer.Option(help="Folder of views made by `guardpaint data views`.")],
+    out: Out,
+    minutes: Minutes = None,
+) -> None:
+    """Train the Auditor-Scorer; the best checkpoint by macro-F1 goes to OUT/model."""
+    from guardpaint.train import auditor
+
+    auditor.run(config, views, out, minutes)
+
+
+@app.command("oracle")
+def train_oracle(
+    config: Config,
+    vae: Annotated[list[Path], typer.Option(help="Autoencoder whose round trips it should know; may be repeated.")],
+    out: Out,
+    minutes: Minutes = None,
+) -> None:
+    """Train the oracle that judges paper-doll pictures in evaluations; the guard never uses it."""
+    from guardpaint.train import oracle
+
+    oracle.run(config, vae, out, minutes)
