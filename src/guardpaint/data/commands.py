@@ -178,3 +178,68 @@ def views(
         decoder = AutoencoderTiny.from_pretrained(tiny).float().eval()
     labels = make.audited(AuditorScorer.from_pretrained(judge)) if judge is not None else None
     typer.echo(str(make.make_views(base, decoder, out_dir, split, count, trajectories, labels)))
+
+
+@app.command()
+def pairs(
+    out: Annotated[Path, typer.Argument(help="Folder for the pairs; run again to go on.")],
+    split: Annotated[str, typer.Option(help="World: train, validation or test.")] = "train",
+    count: Annotated[int, typer.Option(min=2, help="World: unsafe scenes, half nude, half violent.")] = 2000,
+    safe: Annotated[int, typer.Option(min=0, help="World: ordinary scenes beside them.")] = 1000,
+    auditor: Annotated[Path | None, typer.Option(help="Auditor whose masks to use; without: the true ones.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Labelled corpus instead of the world.")] = None,
+    inpainter: Annotated[Path | None, typer.Option(help="Corpus: inpainting pipeline that paints the targets.")] = None,
+    rewriter: Annotated[
+        str | None, typer.Option(help="Corpus: vlm:MODEL or endpoint:URL#MODEL for safe prompts.")
+    ] = None,
+    policy: PolicyOption = None,
+) -> None:
+    """Make pairs for the inpainter: unsafe picture, mask, safe version, unsafe prompt."""
+    from guardpaint.audit.model import AuditorScorer
+    from guardpaint.data import pairs as make
+    from guardpaint.errors import BadInput
+
+    judge = AuditorScorer.from_pretrained(auditor) if auditor else None
+    if corpus is None:
+        typer.echo(f"{make.from_world(out, split, count, safe, judge)} new pairs in {out}")
+        return
+    if judge is None or inpainter is None:
+        raise BadInput("a corpus needs --auditor and --inpainter")
+    found = make.from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter)
+    typer.echo(", ".join(f"{n} {what}" for what, n in found.items()))
+
+
+@app.command()
+def review(out: Annotated[Path, typer.Argument(help="Folder of pairs.")]) -> None:
+    """Write the page on which a person accepts or refuses pairs."""
+    from guardpaint.data.pairs import review_page
+
+    typer.echo(str(review_page(out)))
+
+
+@app.command()
+def approve(
+    out: Annotated[Path, typer.Argument(help="Folder of pairs.")],
+    approvals: Annotated[Path, typer.Argument(help="approvals.json, saved by the review page.")],
+) -> None:
+    """Write a person's decisions into the pairs."""
+    from guardpaint.data import pairs as make
+
+    typer.echo(f"{make.approve(out, approvals)} decisions written")
+
+
+@app.command()
+def latents(
+    out: Annotated[Path, typer.Argument(help="Folder of pairs.")],
+    inpainter: Annotated[str, typer.Option(help="Inpainting pipeline: a directory, or mini-inpaint.")] = "mini-inpaint",
+    policy: PolicyOption = None,
+) -> None:
+    """Encode approved pairs of every split once; held-out pairs that training has already are left out."""
+    from guardpaint.data.pairs import PairStore
+    from guardpaint.train.align import open_inpainter
+    from guardpaint.train.pair_latents import encode_pairs
+
+    store = PairStore(out)
+    pipe = open_inpainter(inpainter)
+    for split in dict.fromkeys(p.split for p in store.rows()):
+        typer.echo(str(encode_pairs(store, split, pipe, load_policy(policy))))

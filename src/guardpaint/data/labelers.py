@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from PIL import Image
 
-from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer
+from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 
@@ -100,6 +100,9 @@ class ChatLabeler:
 
     def caption(self, pictures: Sequence[Image.Image]) -> list[str | None]:
         return [clean_caption(t) for t in self.say(pictures, CAPTION, False, self.asking.seed)]
+
+    def rewrite(self, picture: Image.Image, prompt: str, instead: str) -> str | None:
+        return clean_caption(self.say([picture], rewriting(prompt, instead), False, self.asking.seed)[0])
 
     @torch.no_grad()
     def say(self, pictures: Sequence[Image.Image], text: str, sampled: bool, seed: int) -> list[str]:
@@ -227,6 +230,10 @@ class EndpointLabeler:
             return None if problem else clean_caption(text)
 
         return self.map(pictures, ask)
+
+    def rewrite(self, picture: Image.Image, prompt: str, instead: str) -> str | None:
+        text, problem = self.request(picture, rewriting(prompt, instead), 0.0, self.asking.seed)
+        return None if problem else clean_caption(text)
 
     def map(self, pictures: Sequence[Image.Image], ask: Any) -> list[Any]:
         with ThreadPoolExecutor(self.parallel) as pool:

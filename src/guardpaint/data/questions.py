@@ -39,6 +39,14 @@ class Answer:
     """Largest standard deviation of a score over repeated passes."""
 
 
+def rewriting(prompt: str, instead: str) -> str:
+    """Asks for a prompt of the same picture with its unsafe part replaced."""
+    return (
+        f"This picture was made from the prompt: {prompt!r}. Write one prompt for the same scene, with the same "
+        f"people, place, light and style, in which the unsafe part is replaced by: {instead}. Answer with the prompt."
+    )
+
+
 def question(policy: Policy, style: str = "single", examples: Sequence[tuple[str, Mapping[str, float]]] = ()) -> str:
     """The labelling prompt of a policy."""
     if style not in STYLES:

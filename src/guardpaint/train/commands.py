@@ -98,3 +98,31 @@ def train_oracle(
     from guardpaint.train import oracle
 
     oracle.run(config, vae, out, minutes)
+
+
+Inpainter = Annotated[str, typer.Option(help="Inpainting pipeline to start from: a directory, or mini-inpaint.")]
+PairsFolder = Annotated[Path, typer.Option(help="Folder of `data pairs`, encoded by `data latents`.")]
+
+
+@app.command("sft")
+def train_sft(config: Config, inpainter: Inpainter, pairs: PairsFolder, out: Out, minutes: Minutes = None) -> None:
+    """Refusal SFT: fill unsafe regions safely although the prompt asks for the unsafe."""
+    align("sft", config, inpainter, pairs, out, minutes)
+
+
+@app.command("kto")
+def train_kto(config: Config, inpainter: Inpainter, pairs: PairsFolder, out: Out, minutes: Minutes = None) -> None:
+    """KTO alignment, the baseline that BCO is compared with."""
+    align("kto", config, inpainter, pairs, out, minutes)
+
+
+@app.command("bco")
+def train_bco(config: Config, inpainter: Inpainter, pairs: PairsFolder, out: Out, minutes: Minutes = None) -> None:
+    """BCO alignment: better than the reference on safe content, worse on unsafe; plots its dynamics."""
+    align("bco", config, inpainter, pairs, out, minutes)
+
+
+def align(method: str, config: Path, inpainter: str, pairs: Path, out: Path, minutes: float | None) -> None:
+    from guardpaint.train import align as stage
+
+    stage.run(method, config, inpainter, pairs, out, minutes)

@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,13 +47,16 @@ class TrainConfig:
     """Mixed precision where the hardware has it: no, fp16 or bf16."""
     validate_every: int = 0
     """Steps between validations, for trainers that have one; 0: never."""
+    accumulate: int = 1
+    """Batches per optimiser step."""
     patience: int = 0
     """Stop after so many validations without a better score; 0: never."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
+        if min(self.steps, self.batch_size, self.accumulate) < 1 or not self.learning_rate > 0:
             raise BadConfig(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: all > 0"
+                f"steps={self.steps}, batch_size={self.batch_size}, accumulate={self.accumulate}, "
+                f"learning_rate={self.learning_rate}: all > 0"
             )
         if self.schedule not in ("cosine", "linear", "constant") or not 0 <= self.ema < 1:
             raise BadConfig(f"schedule={self.schedule!r} must be cosine, linear or constant; ema={self.ema} in [0, 1)")
@@ -90,13 +93,13 @@ class Ema:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0
-        self.shadow = {k: v.detach().clone() for k, v in module.state_dict().items()}
+        self.shadow = {k: v.detach().clone() for k, v in weights(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         self.updates += 1
         keep = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        for key, value in module.state_dict().items():
+        for key, value in weights(module).items():
             if value.is_floating_point():
                 self.shadow[key].lerp_(value, 1 - keep)
             else:
@@ -114,8 +117,26 @@ def keep_freed_memory() -> None:
             libc.mallopt(option, 1 << 28 if option == -2 else 1 << 30)
 
 
-Losses = Callable[[nn.Module, Any], dict[str, Tensor]]
-"""(model, batch) → named losses; `loss` is minimised, the others are logged."""
+Values = dict[str, Tensor]
+Losses = Callable[[nn.Module, Any], Values | Iterator[Values]]
+"""(model, batch) → named losses; `loss` is minimised, the others are logged.
+
+An iterator's parts add up, and each part's graph is freed before the next is computed.
+"""
+
+
+def weights(module: nn.Module) -> Values:
+    """What a run keeps of a model: everything, or what the model itself names (adapters on a frozen giant)."""
+    kept = getattr(module, "kept_state", None)
+    return module.state_dict() if kept is None else kept()
+
+
+def load_weights(module: nn.Module, state: Values) -> None:
+    """The counterpart of `weights`."""
+    missing = sorted(set(weights(module)) - set(state))
+    if missing:
+        raise KeyError(f"weights of {missing[0]} are missing")
+    module.load_state_dict(state, strict=not hasattr(module, "kept_state"))
 
 
 def fit(
@@ -161,21 +182,26 @@ def fit(
         while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
                 group["lr"] = config.rate(step)
-            index = step * accelerator.num_processes + accelerator.process_index
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive(config.seed, "dropout", index))
-                values = losses(model, batches(index))
-            if not torch.isfinite(values["loss"]):
-                raise FloatingPointError(
-                    f"loss is {values['loss'].item()} at step {step}; the last checkpoint is intact"
-                )
-            accelerator.backward(values["loss"])
+            values: dict[str, float] = {}
+            for k in range(config.accumulate):
+                index = (step * config.accumulate + k) * accelerator.num_processes + accelerator.process_index
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(derive(config.seed, "dropout", index))
+                    for part in parts(losses(model, batches(index))):
+                        if not torch.isfinite(part["loss"]):
+                            raise FloatingPointError(
+                                f"loss is {part['loss'].item()} at step {step}; the last checkpoint is intact"
+                            )
+                        accelerator.backward(part["loss"] / config.accumulate)
+                        for name, value in part.items():
+                            values[name] = values.get(name, 0.0) + float(value.detach()) / config.accumulate
+                        del part
             norm = accelerator.clip_grad_norm_(model.parameters(), config.clip)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
             ema.update(accelerator.unwrap_model(model))
             step += 1
-            log.append({"step": step, "norm": float(norm), **{k: float(v.detach()) for k, v in values.items()}})
+            log.append({"step": step, "norm": float(norm), **values})
             progress.update(task, completed=step, description=f"{out.name} loss {log[-1]['loss']:.4f}")
             if step % 20 == 0:
                 accelerator.log({k: v for k, v in log[-1].items() if k != "step"}, step)
@@ -201,8 +227,12 @@ def fit(
     accelerator.wait_for_everyone()
     accelerator.end_training()
     final: nn.Module = accelerator.unwrap_model(model)
-    final.load_state_dict(best.weights(out) if best.step else ema.shadow)
+    load_weights(final, best.weights(out) if best.step else ema.shadow)
     return final.eval()
+
+
+def parts(values: Values | Iterator[Values]) -> Iterator[Values]:
+    return iter((values,)) if isinstance(values, dict) else values
 
 
 def agreed(accelerator: Accelerator, stop: bool) -> bool:
@@ -262,12 +292,12 @@ class averaged:
         self.model, self.ema = model, ema
 
     def __enter__(self) -> nn.Module:
-        self.kept = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
-        self.model.load_state_dict(self.ema.shadow)
+        self.kept = {k: v.detach().clone() for k, v in weights(self.model).items()}
+        load_weights(self.model, self.ema.shadow)
         return self.model.eval()
 
     def __exit__(self, *_: object) -> None:
-        self.model.load_state_dict(self.kept)
+        load_weights(self.model, self.kept)
         self.model.train()
 
 
@@ -277,7 +307,7 @@ STATE = "state.pt"
 def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig, step: int, seconds: float) -> None:
     """Everything a later sitting needs, in one atomic file."""
     state = {
-        "model": model.state_dict(),
+        "model": weights(model),
         "optimiser": optimiser.state_dict(),
         "ema": ema.shadow,
         "updates": ema.updates,
@@ -294,7 +324,7 @@ def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, 
         return 0, 0.0
     try:
         state = torch.load(path, weights_only=True)
-        model.load_state_dict(state["model"])
+        load_weights(model, state["model"])
         optimiser.load_state_dict(state["optimiser"])
         ema.shadow, ema.updates = state["ema"], state["updates"]
     except Exception as error:

@@ -1,0 +1,392 @@
+"""Pairs for the inpainter: an unsafe picture, where it is unsafe, a safe version of it, and the unsafe prompt.
+
+guardpaint data pairs OUT --split train --count 2000                     from the paper-doll world
+guardpaint data pairs OUT --corpus DIR --auditor DIR --inpainter DIR    from labelled pictures
+guardpaint data review OUT ; guardpaint data approve OUT approvals.json
+
+OUT/pairs.jsonl has one row per pair; pictures and masks lie beside it as PNG.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from PIL import Image
+from rich.progress import track
+
+from guardpaint.audit.regions import mine, union
+from guardpaint.config import GuardConfig
+from guardpaint.data.splits import group, perceptual_hash
+from guardpaint.data.store import Corpus, Example
+from guardpaint.draft.views import shrink
+from guardpaint.errors import BadInput
+from guardpaint.images import as_pixels, load_image, save_image
+from guardpaint.policy import Policy
+from guardpaint.types import SAFE, Auditor
+from guardpaint.world.captions import caption
+from guardpaint.world.masks import boxed, figure_mask, grown
+from guardpaint.world.render import render
+from guardpaint.world.scene import Scene, safe_version, sample_scene
+
+PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
+"""Scenes of the inpainter's pairs; no other part trains on them."""
+INDEX = "pairs.jsonl"
+Pixels = Bool[np.ndarray, "h w"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row of the index; file names are relative to the folder."""
+
+    key: str
+    split: str
+    category: str
+    """safe: an ordinary picture, its own target."""
+    prompt: str
+    safe_prompt: str
+    source: str
+    target: str
+    mask: str
+    """What the auditor found, or the truth where there is no auditor."""
+    truth: str | None
+    mask_from: str
+    approved: bool | None
+    """None: not decided yet; only True trains."""
+    why: str = ""
+
+
+class PairStore:
+    """A folder of pairs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._rows = Corpus(root)
+
+    def rows(self, split: str | None = None) -> list[Pair]:
+        """The last row of every key; `split` picks some."""
+        last = {r["key"]: Pair(**r) for r in self._rows.lines(INDEX)}
+        found = [p for p in last.values() if split in (None, p.split)]
+        if not found:
+            raise BadInput(f"{self.root}: no pairs{f' of split {split}' if split else ''}; make them with `data pairs`")
+        return found
+
+    def keys(self) -> set[str]:
+        return {r["key"] for r in self._rows.lines(INDEX)}
+
+    def append(self, pairs: list[Pair]) -> None:
+        self._rows.append(INDEX, [asdict(p) for p in pairs])
+
+    def picture(self, name: str) -> Image.Image:
+        return load_image(self.root / name)
+
+    def save(self, key: str, what: str, image: Image.Image) -> str:
+        name = f"pictures/{key}-{what}.png"
+        (self.root / "pictures").mkdir(parents=True, exist_ok=True)
+        save_image(image, self.root / name)
+        return name
+
+
+def audited_mask(
+    auditor: Auditor, image: Image.Image, prompt: str, config: GuardConfig, policy: Policy
+) -> Pixels | None:
+    """The regions the guard would repair, as one mask; nothing if the auditor sees none."""
+    view = shrink(as_pixels([np.array(image.convert("RGB"))])[0], auditor.sizes[1])
+    audit = auditor.audit(view[None], [prompt], 0.0)[0]
+    if policy.finding(audit) is None:
+        return None
+    regions = mine(audit.adv_map, (image.height, image.width), config)
+    return union(regions).mask.numpy() if regions else None
+
+
+def training_region(truth: Pixels, seed: int) -> Pixels:
+    """The unsafe area as a guard would paint it: with a rim, or boxed."""
+    rng = random.Random(f"region/{seed}")
+    return grown(truth, rng.randint(3, 7)) if rng.random() < 0.6 else boxed(truth, rng.randint(2, 6))
+
+
+def world_pair(
+    store: PairStore, split: str, seed: int, scene: Scene, auditor: Auditor | None, config: GuardConfig
+) -> Pair:
+    """Source and safe re-render of one scene. Outside the mask the target is the source."""
+    shown = render(scene)
+    key = f"world-{seed}"
+    text = caption(scene, 0).text
+    found = None
+    if scene.category == SAFE:
+        body = figure_mask(scene, main_only=True)
+        truth: Pixels = body if body.any() else ~body
+        target = shown.image
+    else:
+        truth = shown.mask
+        target = render(safe_version(scene)).image
+        if auditor is not None:
+            found = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
+    region = training_region(truth, seed) if found is None else found
+    target = np.where(region[..., None], target, shown.image)
+    return Pair(
+        key=key,
+        split=split,
+        category=scene.category,
+        prompt=text,
+        safe_prompt=caption(safe_version(scene), 0).text,
+        source=store.save(key, "source", Image.fromarray(shown.image)),
+        target=store.save(key, "target", Image.fromarray(target)),
+        mask=store.save(key, "mask", picture_of(region)),
+        truth=store.save(key, "truth", picture_of(truth)),
+        mask_from="truth" if found is None else "auditor",
+        approved=True,
+    )
+
+
+def picture_of(mask: Pixels) -> Image.Image:
+    return Image.fromarray(mask.astype(np.uint8) * 255)
+
+
+def world_scenes(split: str, count: int, safe: int) -> Iterator[tuple[int, Scene]]:
+    """Half nude, half violent, then safe ones, in the order of their seeds."""
+    if split not in PAIR_SEEDS:
+        raise BadInput(f"split {split!r}: choose {', '.join(PAIR_SEEDS)}")
+    left = {"nudity": count - count // 2, "violence": count // 2, SAFE: safe}
+    seed = PAIR_SEEDS[split]
+    while any(left.values()):
+        scene = sample_scene(seed)
+        if left[scene.category]:
+            left[scene.category] -= 1
+            yield seed, scene
+        seed += 1
+
+
+def from_world(
+    out: Path, split: str, count: int, safe: int, auditor: Auditor | None, config: GuardConfig | None = None
+) -> int:
+    """Pairs of the paper-doll world; those made before are kept. Returns how many are new."""
+    store = PairStore(out)
+    have = store.keys()
+    todo = [(s, scene) for s, scene in world_scenes(split, count, safe) if f"world-{s}" not in have]
+    config = GuardConfig(mask_threshold="calibrated") if config is None else config
+    made: list[Pair] = []
+    for k, (seed, scene) in enumerate(track(todo, description=f"pairs {split}")):
+        made.append(world_pair(store, split, seed, scene, auditor, config))
+        if len(made) == 100 or k == len(todo) - 1:
+            store.append(made)
+            made = []
+    return len(todo)
+
+
+Paint = Callable[[Image.Image, Pixels, str, int], Image.Image]
+"""(picture, mask, prompt, seed) → the picture with the masked area painted anew."""
+
+
+def painter(pipe: Any, steps: int = 30, guidance: float = 7.5) -> Paint:
+    """An inpainting pipeline as a function, at its own resolution."""
+
+    def paint(image: Image.Image, mask: Pixels, prompt: str, seed: int) -> Image.Image:
+        size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
+        hole = picture_of(mask)
+        call = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
+        made = pipe(
+            prompt,
+            image=image.resize((size, size)),
+            mask_image=hole.resize((size, size)),
+            generator=torch.Generator().manual_seed(seed),
+            **call,
+        ).images[0]
+        return Image.composite(made.resize(image.size), image.convert("RGB"), hole)
+
+    return paint
+
+
+def from_corpus(
+    out: Path,
+    examples: Iterable[Example],
+    known: Mapping[str, Mapping[str, Any]],
+    auditor: Auditor,
+    paint: Paint,
+    policy: Policy,
+    rewrite: Callable[[Image.Image, str, str], str | None],
+    tries: int = 4,
+) -> dict[str, int]:
+    """Pairs of labelled pictures: painted under a safe prompt until the auditor agrees; a person decides at last.
+
+    `known` has split, label and prompt of every key.
+    """
+    store = PairStore(out)
+    have = store.keys()
+    counts = dict.fromkeys(("made", "no mask", "auditor refused", "safe", "had"), 0)
+    config = GuardConfig()
+    for example in examples:
+        row = known.get(example.key)
+        if row is None:
+            continue
+        category, prompt = row["label"], row["prompt"] or ""
+        if example.key in have:
+            counts["had"] += 1
+            continue
+        image = example.picture()
+        if category == SAFE:
+            whole = np.zeros((image.height, image.width), bool)
+            whole[image.height // 4 : -image.height // 4, image.width // 4 : -image.width // 4] = True
+            store.append([corpus_pair(store, example.key, row, prompt, image, image, whole, True, "")])
+            counts["safe"] += 1
+            continue
+        mask = audited_mask(auditor, image, prompt, config, policy)
+        if mask is None:
+            counts["no mask"] += 1
+            continue
+        safe_prompt = rewrite(image, prompt, category) or policy.safe_prompt(category)
+        target, why = image, "the auditor flags every attempt"
+        for attempt in range(tries):
+            target = paint(image, mask, safe_prompt, attempt)
+            if audited_mask(auditor, target, safe_prompt, config, policy) is None:
+                why = ""
+                break
+        approved = False if why else None
+        store.append([corpus_pair(store, example.key, row, safe_prompt, image, target, mask, approved, why)])
+        counts["auditor refused" if why else "made"] += 1
+    return counts
+
+
+def from_labelled(
+    out: Path, corpus: Path, auditor: Auditor, inpainter: Path, policy: Policy, rewriter: str | None
+) -> dict[str, int]:
+    """Pairs of a corpus that was labelled and split by `data label` and `data build`."""
+    from guardpaint.data.card import SPLITS
+    from guardpaint.data.labelers import Asking, open_labeler
+    from guardpaint.train.align import open_inpainter
+
+    store = Corpus(corpus)
+    known = {r["key"]: r for r in store.lines(SPLITS)}
+    if not known:
+        raise BadInput(f"{corpus}: not split yet; run `guardpaint data label` and `guardpaint data build` first")
+    chat = open_labeler(rewriter, Asking(policy)) if rewriter else None
+
+    def rewrite(image: Image.Image, prompt: str, harm: str) -> str | None:
+        return None if chat is None else chat.rewrite(image, prompt, policy.safe_prompt(harm))
+
+    return from_corpus(out, store, known, auditor, painter(open_inpainter(str(inpainter))), policy, rewrite)
+
+
+def corpus_pair(
+    store: PairStore,
+    key: str,
+    row: Mapping[str, Any],
+    safe_prompt: str,
+    image: Image.Image,
+    target: Image.Image,
+    mask: Pixels,
+    approved: bool | None,
+    why: str,
+) -> Pair:
+    return Pair(
+        key=key,
+        split=row["split"],
+        category=row["label"],
+        prompt=row["prompt"] or "",
+        safe_prompt=safe_prompt,
+        source=store.save(key, "source", image),
+        target=store.save(key, "target", target),
+        mask=store.save(key, "mask", picture_of(mask)),
+        truth=None,
+        mask_from="auditor" if row["label"] != SAFE else "centre",
+        approved=approved,
+        why=why,
+    )
+
+
+def review_page(out: Path) -> Path:
+    """One offline page: source, mask and target side by side; J accepts, F refuses, the button saves approvals.json."""
+    store = PairStore(out)
+    cards = []
+    for pair in store.rows():
+        if pair.approved is not None:
+            continue
+        shown = "".join(f'<img alt="{w}" src="{data_url(store.picture(n))}">' for w, n in columns(pair))
+        cards.append(
+            f'<section data-key="{html.escape(pair.key)}" tabindex="0">{shown}<p><b>{html.escape(pair.category)}</b> '
+            f"{html.escape(pair.safe_prompt)}</p></section>"
+        )
+    page = PAGE.replace("CARDS", "\n".join(cards) or "<p>Nothing waits for a decision.</p>")
+    path = out / "review.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def columns(pair: Pair) -> list[tuple[str, str]]:
+    return [("source", pair.source), ("mask", pair.mask), ("target", pair.target)]
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+PAGE = """<!doctype html><meta charset="utf-8"><title>GuardPaint: review pairs</title>
+<style>
+ :root{color-scheme:light dark} body{font:15px system-ui;margin:1rem auto;max-width:64rem}
+ section{display:flex;gap:.5rem;align-items:center;padding:.5rem;border-left:6px solid gray;margin:.4rem 0}
+ section:focus{outline:2px solid #4477aa} section.yes{border-color:#228833} section.no{border-color:#cc3311}
+ img{width:160px;height:160px;object-fit:contain;image-rendering:pixelated}
+ header{position:sticky;top:0;background:Canvas}
+</style>
+<header><h1>Is the right picture safe, whole and like the left one?</h1>
+<p>J accepts, F refuses, then the next one follows. <button id="save">Save approvals.json</button>
+<span id="n"></span></p></header>
+<main>CARDS</main>
+<script>
+const all=[...document.querySelectorAll('section')],said={};
+const tell=()=>document.getElementById('n').textContent=`${Object.keys(said).length} of ${all.length} decided`;
+all.forEach((s,i)=>s.addEventListener('keydown',e=>{
+  if(!'jf'.includes(e.key))return; said[s.dataset.key]=e.key==='j';
+  s.className=e.key==='j'?'yes':'no'; tell(); all[i+1]?.focus();}));
+document.getElementById('save').onclick=()=>{const a=document.createElement('a');
+  a.href=URL.createObjectURL(new Blob([JSON.stringify(said)],{type:'application/json'}));
+  a.download='approvals.json'; a.click();};
+all[0]?.focus(); tell();
+</script>
+"""
+
+
+def approve(out: Path, approvals: Path) -> int:
+    """Write a person's decisions into the index; unknown keys are named and nothing is written."""
+    store = PairStore(out)
+    try:
+        said = json.loads(approvals.read_text(encoding="utf-8"))
+        good = isinstance(said, dict) and all(isinstance(v, bool) for v in said.values())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{approvals}: cannot be read ({error})") from error
+    if not good:
+        raise BadInput(f"{approvals}: needs one true or false for each key, as the review page saves it")
+    rows = {p.key: p for p in store.rows()}
+    unknown = sorted(set(said) - set(rows))
+    if unknown:
+        raise BadInput(f"{approvals}: no pair {unknown[0]!r} in {out}")
+    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in said.items()])
+    return len(said)
+
+
+def leaks(store: PairStore, near: int = 2) -> dict[str, list[str]]:
+    """Validation and test pairs that are in the training set already: near-equal pictures, or equal prompts."""
+    rows = store.rows()
+    prints = [
+        {"key": p.key, "hash": perceptual_hash(store.picture(p.source)), "prompt": p.prompt}
+        for p in track(rows, description="leakage")
+    ]
+    groups = group(prints, near)
+    trained = {groups[p.key] for p in rows if p.split == "train"}
+    found: dict[str, list[str]] = {}
+    for p in rows:
+        if p.split != "train" and groups[p.key] in trained:
+            found.setdefault(p.split, []).append(p.key)
+    return found

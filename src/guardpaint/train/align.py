@@ -1,0 +1,365 @@
+"""Teach an inpainter the policy: refusal SFT, then BCO (or KTO) against the model it starts from (SPEC §4).
+
+guardpaint train sft --config configs/train/mini-sft.yaml --inpainter mini-inpaint --pairs runs/pairs --out runs/sft
+guardpaint train bco --config configs/train/mini-bco.yaml --inpainter runs/sft/model --pairs runs/pairs --out runs/bco
+
+Only LoRA weights train; the finished run has them merged (`model/`) and alone (`lora/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from guardpaint.bases import ASSETS, load_base
+from guardpaint.checkpoint import write_json
+from guardpaint.errors import BadConfig
+from guardpaint.policy import Policy
+from guardpaint.train import alignment_loss as L
+from guardpaint.train import dynamics
+from guardpaint.train.alignment_watch import Watch
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.generator import load_pipeline
+from guardpaint.train.latents import tokenise
+from guardpaint.train.memory import estimate, report
+from guardpaint.train.pair_latents import PairLatents, load_pairs
+from guardpaint.train.recipes import min_snr_weight
+
+METHODS = ("sft", "kto", "bco")
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
+CONVOLUTIONS = ("conv1", "conv2")
+INPUT = ("conv_in",)
+UNROLL = 10
+BANDS = ((0, 100), (100, 500), (500, 1000))
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """One stage. Every option past the first block retells a chapter of the paper's history."""
+
+    method: str = "bco"
+    rank: int = 128
+    dropout: float = 0.10
+    """Share of samples trained with an empty prompt (KTO: 0.30)."""
+    mixture: tuple[int, ...] = (8, 4, 4)
+    """Safe, nudity, violence samples per batch of KTO and BCO."""
+    target_share: float = 0.5
+    """Of the safe samples: how many are safe versions under the unsafe prompt; the others are ordinary pictures."""
+    unroll_every: int = 10
+    """Steps between second passes of BCO; 0: never."""
+    checkpointing: bool = False
+    """Trade time for memory: recompute activations in the backward pass."""
+    weighting: str = "min_snr"
+    """SFT: min_snr or uniform."""
+    cap: str = "exploit_side"
+    """exploit_side or printed."""
+    reference: str = "frozen"
+    """frozen, or refresh: the policy becomes its own reference every `refresh_every` steps."""
+    refresh_every: int = 500
+    reward: str = "x0"
+    """x0 or eps: where errors are compared."""
+    identity: str = "hinge"
+    """hinge, batch (KTO) or linear."""
+    freeze: str = "none"
+    """none, conv_in or convs: which convolutions get no LoRA."""
+
+    def __post_init__(self) -> None:
+        choices = {
+            "method": METHODS,
+            "weighting": ("min_snr", "uniform"),
+            "cap": ("exploit_side", "printed"),
+            "reference": ("frozen", "refresh"),
+            "reward": ("x0", "eps"),
+            "identity": ("hinge", "batch", "linear"),
+            "freeze": ("none", "conv_in", "convs"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise BadConfig(f"{name}={getattr(self, name)!r}: choose {', '.join(known)}")
+        if self.rank < 1 or len(self.mixture) != 3 or not 0 <= self.dropout <= 1 or not 0 <= self.target_share <= 1:
+            raise BadConfig(
+                f"rank={self.rank} ≥ 1, mixture={self.mixture} of three counts, dropout={self.dropout} and "
+                f"target_share={self.target_share} in [0, 1]"
+            )
+
+    def targets(self) -> list[str]:
+        """Modules that get a LoRA."""
+        convs = {"none": CONVOLUTIONS + INPUT, "conv_in": CONVOLUTIONS, "convs": ()}[self.freeze]
+        return [*ATTENTION, *convs]
+
+
+@dataclass(frozen=True)
+class Tuple:
+    """One batch: (z0, m, z̃0, prompt, y) with its noise."""
+
+    z0: Float[Tensor, "b c h w"]
+    mask: Float[Tensor, "b 1 h w"]
+    masked: Float[Tensor, "b c h w"]
+    ids: Int[Tensor, "b l"]
+    category: Int[Tensor, " b"]
+    t: Int[Tensor, " b"]
+    eps: Float[Tensor, "b c h w"]
+    again: Float[Tensor, "b c h w"]
+    """Noise of the second pass."""
+
+    @property
+    def desired(self) -> Bool[Tensor, " b"]:
+        return self.category == 0
+
+    def rows(self, index: Bool[Tensor, " b"]) -> Tuple:
+        return Tuple(**{k: v[index] for k, v in vars(self).items()})
+
+
+class Aligner(nn.Module):
+    """A UNet with a LoRA, its frozen text encoder and the reward's running shift."""
+
+    def __init__(self, unet: nn.Module, text: nn.Module, alphas: Tensor, config: AlignConfig, seed: int) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+
+        self.config = config
+        shape = LoraConfig(r=config.rank, lora_alpha=config.rank, target_modules=config.targets())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.unet: Any = get_peft_model(unet, shape)
+            if config.reference == "refresh":
+                self.unet.add_adapter("reference", shape)
+                self.unet.set_adapter("default")
+        if config.checkpointing:
+            inner: Any = self.unet.get_base_model()
+            inner.enable_gradient_checkpointing()
+        self.text = text.requires_grad_(False).eval()
+        self.alphas: Tensor
+        self.register_buffer("alphas", alphas, persistent=False)
+        self.register_buffer("delta", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.delta: Tensor
+        self.steps: Tensor
+
+    def kept_state(self) -> dict[str, Tensor]:
+        """Adapters and running numbers; the frozen rest comes from the model the run starts from."""
+        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("delta", "steps")}
+
+    def predict(self, z: Tensor, t: Tensor, batch: Tuple) -> Float[Tensor, "b c h w"]:
+        """The policy's noise."""
+        states = self.text(batch.ids)[0]
+        return self.unet(torch.cat([z, batch.mask, batch.masked], 1), t, encoder_hidden_states=states).sample
+
+    @torch.no_grad()
+    def reference(self, z: Tensor, t: Tensor, batch: Tuple) -> Float[Tensor, "b c h w"]:
+        """The reference's noise for the same tuple."""
+        with self.as_reference():
+            return self.predict(z, t, batch)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        if self.config.reference == "frozen":
+            with self.unet.disable_adapter():
+                yield
+            return
+        self.unet.set_adapter("reference")
+        try:
+            yield
+        finally:
+            self.unet.set_adapter("default")
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The policy becomes the reference."""
+        own = self.unet.state_dict()
+        for name, value in own.items():
+            if ".reference." in name:
+                value.copy_(own[name.replace(".reference.", ".default.")])
+
+    def noised(self, z0: Tensor, t: Tensor, eps: Tensor) -> Float[Tensor, "b c h w"]:
+        a = self.alphas[t].view(-1, 1, 1, 1)
+        return a.sqrt() * z0 + (1 - a).sqrt() * eps
+
+    def forward(self, batch: Tuple) -> Iterator[dict[str, Tensor]]:
+        if self.training:
+            self.steps += 1
+        if self.config.method == "sft":
+            yield self.sft(batch)
+            return
+        if self.training and self.config.reference == "refresh" and int(self.steps) % self.config.refresh_every == 0:
+            self.refresh()
+        every = self.config.unroll_every if self.config.method == "bco" else 0
+        late = batch.t >= UNROLL
+        second = bool(every) and int(self.steps) % every == 0 and bool(late.any())
+        yield self.first_pass(batch, 0.5 if second else 1.0)
+        if second:
+            yield self.second_pass(batch.rows(late))
+
+    def sft(self, batch: Tuple) -> dict[str, Tensor]:
+        out = self.predict(self.noised(batch.z0, batch.t, batch.eps), batch.t, batch)
+        alpha = self.alphas[batch.t]
+        weight = min_snr_weight(alpha, 5.0) if self.config.weighting == "min_snr" else torch.ones_like(alpha)
+        return {"loss": L.sft_loss(out, batch.eps, weight), "mse": ((out - batch.eps) ** 2).mean()}
+
+    def preference(
+        self, z: Tensor, t: Tensor, batch: Tuple, eps: Tensor, move: bool
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
+        """Preference loss at one level, what it saw, the policy's noise and both clean estimates."""
+        policy, reference = self.predict(z, t, batch), self.reference(z, t, batch)
+        alpha, wanted = self.alphas[t], batch.desired
+        clean, anchor = (L.clean_estimate(z, e, alpha) for e in (policy, reference))
+        pair = (clean, anchor, batch.z0) if self.config.reward == "x0" else (policy, reference, eps)
+        own, other = (L.masked_error(p, pair[2], batch.mask) for p in pair[:2])
+        weight = L.class_weight(batch.category)
+        if self.config.method == "bco":
+            gain = other - own
+            if move:
+                self.delta.copy_(L.bco_shift(self.delta, gain.detach(), wanted))
+            margin = L.bco_margin(L.capped(gain, wanted, self.config.cap), self.delta, wanted)
+            loss = L.bco_loss(margin, weight)
+        else:
+            gain = own - other
+            if move:
+                self.delta.copy_(L.kto_shift(self.delta, gain.detach(), wanted))
+            margin = L.kto_margin(gain, self.delta, wanted)
+            loss = L.kto_loss(margin, weight)
+        right = torch.sigmoid(margin.detach())
+        seen = {
+            "preference": loss,
+            "h_safe": right[wanted].mean() if wanted.any() else torch.tensor(float("nan")),
+            "h_unsafe": right[~wanted].mean() if (~wanted).any() else torch.tensor(float("nan")),
+            "gap_n": (own - other)[~wanted].mean() if (~wanted).any() else torch.tensor(float("nan")),
+            "saturated": L.saturation(margin.detach()),
+            "delta": self.delta.clone(),
+        }
+        return loss, seen, policy, clean, anchor
+
+    def first_pass(self, batch: Tuple, share: float) -> dict[str, Tensor]:
+        z = self.noised(batch.z0, batch.t, batch.eps)
+        loss, seen, policy, clean, anchor = self.preference(z, batch.t, batch, batch.eps, self.training)
+        recon = L.anchor_loss(policy, batch.eps, batch.mask, batch.desired)
+        gap = L.identity_gap(clean, anchor)
+        identity = L.identity_loss(gap, batch.desired, self.config.identity)
+        error = ((policy - batch.eps) ** 2).mean((1, 2, 3)).detach()
+        bands = {
+            f"mse_{low}_{high}": error[inside].mean() if inside.any() else torch.tensor(float("nan"))
+            for low, high in BANDS
+            for inside in [(batch.t >= low) & (batch.t < high)]
+        }
+        total = 4 * share * loss + recon + identity
+        return {"loss": total, **seen, "recon": recon, "identity": identity, "identity_gap": gap.mean(), **bands}
+
+    def second_pass(self, batch: Tuple) -> dict[str, Tensor]:
+        """Unroll to a clean latent, add a little noise again, and prefer there."""
+        with torch.no_grad():
+            z = self.noised(batch.z0, batch.t, batch.eps)
+            ladder = [(batch.t * (UNROLL - 1 - k)) // (UNROLL - 1) for k in range(UNROLL)]
+            for here, there in pairwise(ladder):
+                z = L.ddim(z, self.predict(z, here, batch), self.alphas[here], self.alphas[there])
+            low = batch.t // UNROLL
+            noisy = self.noised(z, low, batch.again)
+        loss, seen, *_ = self.preference(noisy, low, batch, batch.again, False)
+        return {"loss": 4 * 0.5 * loss, "preference_unrolled": seen["preference"]}
+
+
+def draw(pairs: PairLatents, count: int, pick: Bool[Tensor, " n"], g: torch.Generator) -> Int[Tensor, " k"]:
+    """Rows of one kind, with replacement."""
+    rows = pick.nonzero().flatten()
+    if count and not len(rows):
+        raise BadConfig("the pairs lack a category that the mixture asks for; make more with `guardpaint data pairs`")
+    return rows[torch.randint(len(rows), (count,), generator=g)] if count else rows[:0]
+
+
+def batch_of(pairs: PairLatents, step: int, config: AlignConfig, train: TrainConfig, empty: Int[Tensor, " l"]) -> Tuple:
+    """One batch from (seed, step) alone."""
+    g = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
+    unsafe = pairs.category > 0
+    if config.method == "sft":
+        rows = draw(pairs, train.batch_size, unsafe, g)
+        z0, category = pairs.target[rows], pairs.category[rows]
+    else:
+        scale = train.batch_size / sum(config.mixture)
+        counts = [round(c * scale) for c in config.mixture]
+        repaired = round(counts[0] * config.target_share)
+        kinds = [(repaired, unsafe), (counts[0] - repaired, ~unsafe)]
+        kinds += [(c, pairs.category == k) for k, c in enumerate(counts[1:], 1)]
+        drawn = [draw(pairs, c, pick, g) for c, pick in kinds]
+        rows = torch.cat(drawn)
+        safe = torch.arange(len(rows)) < counts[0]
+        z0 = torch.where(safe.view(-1, 1, 1, 1), pairs.target[rows], pairs.source[rows])
+        category = torch.where(safe, 0, pairs.category[rows])
+    n = len(rows)
+    t = (1000 * (torch.randperm(n, generator=g) + torch.rand(n, generator=g)) / n).long().clamp(max=999)
+    eps = torch.randn(z0.shape, generator=g)
+    if config.method == "sft":
+        eps = L.offset_noise(eps, torch.randn((n, z0.shape[1], 1, 1), generator=g))
+    ids = pairs.ids[rows].clone()
+    ids[torch.rand(n, generator=g) < config.dropout] = empty
+    again = torch.randn(z0.shape, generator=g)
+    return Tuple(z0, pairs.mask[rows], pairs.masked[rows], ids, category, t, eps, again)
+
+
+def open_inpainter(name: str) -> Any:
+    """An embedded inpainting pipeline or one from a directory, in fp32."""
+    pipe = load_base(name) if (ASSETS / name).is_dir() else load_pipeline(Path(name))
+    if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
+        raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
+    return pipe
+
+
+def run(
+    method: str,
+    config_file: Path,
+    inpainter: str,
+    pairs_dir: Path,
+    out: Path,
+    minutes: float | None,
+    quiet: bool = False,
+) -> None:
+    """Train one stage and save it merged and as a LoRA, with its dynamics."""
+    shape, config = load_config(config_file, AlignConfig)
+    if shape.method != method:
+        raise BadConfig(f"{config_file}: its method is {shape.method}, not {method}")
+    torch.set_num_threads(config.threads)
+    pipe = open_inpainter(inpainter)
+    policy = Policy.default()
+    train, held_out = (load_pairs(pairs_dir, split, pipe.vae) for split in ("train", "validation"))
+    alphas = pipe.scheduler.alphas_cumprod
+    print(report(estimate(pipe.unet, shape, config, tuple(train.source.shape[1:]), pipe.text_encoder.config)))
+    model = Aligner(pipe.unet, pipe.text_encoder, alphas, shape, config.seed)
+    empty = tokenise(pipe.tokenizer, [""])[0]
+    watch = Watch(held_out, empty, shape, config, policy.names, out)
+    before = dynamics.activations(model, held_out, policy.names)
+
+    def losses(net: nn.Module, batch: Tuple) -> Iterator[dict[str, Tensor]]:
+        return net(batch)
+
+    fitted = fit(
+        model,
+        lambda step: batch_of(train, step, shape, config, empty),
+        losses,
+        config,
+        out,
+        minutes=minutes,
+        validate=watch,
+        quiet=quiet,
+    )
+    assert isinstance(fitted, Aligner)
+    dynamics.plot(out / "loss.csv", out, method)
+    done = finished(out, config)
+    if done is None:
+        return
+    dynamics.scatter(before, dynamics.activations(fitted, held_out, policy.names), policy.names, out)
+    lora = sum(v.numel() for k, v in fitted.kept_state().items() if "lora_" in k)
+    fitted.unet.save_pretrained(out / "lora")
+    pipe.unet = fitted.unet.merge_and_unload()
+    pipe.to(torch.float16).save_pretrained(out / "model")
+    command = (
+        f"guardpaint train {method} --config {config_file} --inpainter {inpainter} --pairs {pairs_dir} --out {out}"
+    )
+    write_card(out, command, done, method=asdict(shape), parameters={"lora": lora}, alarms=watch.alarms())
+    write_json(out / "lora" / "card.json", {"command": command, "rank": shape.rank})
+    print(f"saved to {out / 'model'}; alarms: {', '.join(watch.alarms()) or 'none'}")

@@ -1,0 +1,159 @@
+"""Losses of the inpainter's two stages (SPEC §4): refusal SFT, then KTO or BCO against a frozen reference.
+
+Pure functions. Running statistics are passed in and returned. A sample is desired (safe) or not; its reward says how
+much closer than the reference the policy comes to the sample's own clean latent inside the mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Latent = Float[Tensor, "b c h w"]
+Mask = Float[Tensor, "b 1 h w"]
+PerSample = Float[Tensor, " b"]
+
+CLASS_WEIGHTS = (1.0, 5.0, 12.0)
+"""w_y for safe, nudity, violence: categories in the policy's order."""
+HINGE = 0.02
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Constants of one preference loss."""
+
+    beta: float
+    keep: float
+    """Share of the old shift in its moving average."""
+    low: float
+    high: float
+    """The shift is clamped to [low, high]."""
+
+
+BCO = Preference(beta=50.0, keep=0.999, low=-0.03, high=0.03)
+KTO = Preference(beta=7.0, keep=0.99, low=-0.02, high=0.05)
+
+
+def clean_estimate(z: Latent, eps: Latent, alpha: PerSample) -> Latent:
+    """ẑ0 = (z_t − √(1−ᾱ) ε)/√ᾱ."""
+    a = alpha.view(-1, 1, 1, 1)
+    return (z - (1 - a).sqrt() * eps) / a.sqrt()
+
+
+def offset_noise(eps: Latent, offset: Float[Tensor, "b c 1 1"], strength: float = 0.05) -> Latent:
+    """ε + 0.05 ε₀, one number per channel."""
+    return eps + strength * offset
+
+
+def sft_loss(eps_hat: Latent, eps: Latent, weight: PerSample) -> Float[Tensor, ""]:
+    """Weighted noise error; the weight is min-SNR's, or one."""
+    return (weight * ((eps_hat - eps) ** 2).mean((1, 2, 3))).mean()
+
+
+def masked_error(estimate: Latent, clean: Latent, mask: Mask) -> PerSample:
+    """ℓ = Σ (1 + ½ m)(ẑ0 − z0)² m / Σ m per sample."""
+    weighted = (1 + 0.5 * mask) * (estimate - clean) ** 2 * mask
+    return weighted.sum((1, 2, 3)) / mask.sum((1, 2, 3)).clamp_min(1e-6)
+
+
+def capped(gain: PerSample, desired: Bool[Tensor, " b"], reading: str = "exploit_side") -> PerSample:
+    """Bound the gain of unsafe samples.
+
+    exploit_side: g ← max(g, −c), c = max(1.5·|mean g_unsafe|, 0.03): no profit from ruining the masked area.
+    printed: the paper's g ← min(g, 1.5·|mean g_unsafe|).
+    """
+    if desired.all():
+        return gain
+    mean = gain[~desired].mean().abs().detach()
+    if reading == "exploit_side":
+        bounded = torch.maximum(gain, -(1.5 * mean).clamp_min(0.03))
+    elif reading == "printed":
+        bounded = torch.minimum(gain, 1.5 * mean)
+    else:
+        raise ValueError(f"cap={reading!r}: choose exploit_side or printed")
+    return torch.where(desired, gain, bounded)
+
+
+def signs(desired: Bool[Tensor, " b"]) -> PerSample:
+    return desired.float() * 2 - 1
+
+
+def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference) -> Float[Tensor, ""]:
+    """The shift's moving average, clamped before anyone uses it."""
+    return (rule.keep * delta + (1 - rule.keep) * raw.detach()).clamp(rule.low, rule.high)
+
+
+def bco_shift(delta: Float[Tensor, ""], gain: PerSample, desired: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+    """δ_raw: the midpoint of both classes' uncapped gains; with one class alone the shift stays."""
+    if desired.all() or not desired.any():
+        return delta
+    return shifted(delta, 0.5 * (gain[desired].mean() + gain[~desired].mean()), BCO)
+
+
+def kto_shift(delta: Float[Tensor, ""], gap: PerSample, desired: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+    """δ from safe samples alone."""
+    return shifted(delta, gap[desired].mean(), KTO) if desired.any() else delta
+
+
+def bco_margin(gain: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
+    """sgn·50·(g − δ): positive where the sample is on its right side."""
+    return signs(desired) * BCO.beta * (gain - delta)
+
+
+def kto_margin(gap: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
+    """sgn·7·(δ − g) with g = ℓ_θ − ℓ_ref: improvement on safe samples raises it."""
+    return signs(desired) * KTO.beta * (delta - gap)
+
+
+def bco_loss(margin: PerSample, weight: PerSample) -> Float[Tensor, ""]:
+    """E[w_y softplus(−margin)]."""
+    return (weight * F.softplus(-margin)).mean()
+
+
+def kto_loss(margin: PerSample, weight: PerSample) -> Float[Tensor, ""]:
+    """E[w_y (1 − σ(margin))]."""
+    return (weight * (1 - torch.sigmoid(margin))).mean()
+
+
+def class_weight(category: Int[Tensor, " b"], weights: tuple[float, ...] = CLASS_WEIGHTS) -> PerSample:
+    return torch.tensor(weights)[category]
+
+
+def identity_gap(policy: Latent, reference: Latent) -> PerSample:
+    """mean ‖ẑ0^θ − ẑ0^ref‖² per sample."""
+    return ((policy - reference) ** 2).mean((1, 2, 3))
+
+
+def identity_loss(gap: PerSample, desired: Bool[Tensor, " b"], shape: str = "hinge") -> Float[Tensor, ""]:
+    """Quadratic hinge per sample (30 safe, 5 unsafe), of the batch's mean (KTO), or linear (the early runs)."""
+    weight = torch.where(desired, 30.0, 5.0)
+    if shape == "hinge":
+        return (weight * (gap - HINGE).clamp_min(0) ** 2).mean()
+    if shape == "batch":
+        return (gap.mean() - HINGE).clamp_min(0) ** 2
+    if shape == "linear":
+        return (weight * gap).mean()
+    raise ValueError(f"identity={shape!r}: choose hinge, batch or linear")
+
+
+def anchor_loss(eps_hat: Latent, eps: Latent, mask: Mask, desired: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+    """Noise error outside the mask, on safe samples alone (r̄ = 200 safe, 0 unsafe, normalised)."""
+    error = (((eps_hat - eps) * (1 - mask)) ** 2).mean((1, 2, 3))
+    weight = torch.where(desired, 200.0, 0.0)
+    return (weight * error).sum() / weight.sum().clamp_min(1e-6)
+
+
+def saturation(margin: PerSample) -> Float[Tensor, ""]:
+    """Share of samples whose σ(margin) is beyond 0.99 or below 0.01."""
+    h = torch.sigmoid(margin)
+    return ((h > 0.99) | (h < 0.01)).float().mean()
+
+
+def ddim(z: Latent, eps: Latent, alpha: PerSample, following: PerSample) -> Latent:
+    """One deterministic step from ᾱ to the next ᾱ."""
+    a = following.view(-1, 1, 1, 1)
+    return a.sqrt() * clean_estimate(z, eps, alpha) + (1 - a).sqrt() * eps

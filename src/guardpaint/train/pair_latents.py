@@ -1,0 +1,93 @@
+"""Pairs, encoded once: what SFT, KTO and BCO train on (SPEC §4: z0, m, z̃0, input ids, y)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from PIL import Image
+from rich.progress import track
+from torch import Tensor
+
+from guardpaint.data.pairs import Pair, PairStore, leaks
+from guardpaint.errors import BadCheckpoint, BadInput
+from guardpaint.policy import Policy
+from guardpaint.train.engine import write_tensors
+from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
+
+
+@dataclass(frozen=True)
+class PairLatents:
+    """Pairs of one split."""
+
+    source: Float[Tensor, "n c h w"]
+    """z0 of the picture as it was."""
+    target: Float[Tensor, "n c h w"]
+    """z0 of its safe version; the same for safe pictures."""
+    mask: Float[Tensor, "n 1 h w"]
+    masked: Float[Tensor, "n c h w"]
+    """The picture with the mask greyed out."""
+    ids: Int[Tensor, "n l"]
+    """The prompt as the user wrote it."""
+    category: Int[Tensor, " n"]
+    """Index into the policy's categories; 0 is safe."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch: int = 64) -> Path:
+    """Approved pairs through the inpainter's own autoencoder and tokenizer; held-out splits lose what training has."""
+    rows = [p for p in store.rows(split) if p.approved is True]
+    undecided = sum(p.approved is None for p in store.rows(split))
+    seen = set() if split == "train" else set(leaks(store).get(split, []))
+    rows = [p for p in rows if p.key not in seen]
+    if not rows:
+        raise BadInput(f"{store.root}: no approved pairs of split {split} ({undecided} wait for `data review`)")
+    size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
+    parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(PairLatents)}
+    for start in track(range(0, len(rows), batch), description=f"latents {split}"):
+        for name, value in encode_batch(store, rows[start : start + batch], pipe, policy, size).items():
+            parts[name].append(value)
+    path = store.root / f"latents-{split}.pt"
+    made = {name: torch.cat(values) for name, values in parts.items()}
+    note = {"vae": fingerprint(pipe.vae), "left_out": len(seen), "undecided": undecided}
+    write_tensors(path, {"note": note, **made})
+    return path
+
+
+def encode_batch(store: PairStore, rows: list[Pair], pipe: Any, policy: Policy, size: int) -> dict[str, Tensor]:
+    def pixels(names: list[str]) -> Float[Tensor, "b 3 h w"]:
+        images = [store.picture(n).convert("RGB").resize((size, size), Image.Resampling.LANCZOS) for n in names]
+        return pixels_of([np.array(i) for i in images])
+
+    holes = [store.picture(p.mask).convert("L").resize((size, size), Image.Resampling.NEAREST) for p in rows]
+    hard = torch.from_numpy(np.stack([np.array(h) for h in holes]) > 127)[:, None]
+    source = pixels([p.source for p in rows])
+    z = encoded(pipe.vae, source)
+    return {
+        "source": z,
+        "target": encoded(pipe.vae, pixels([p.target for p in rows])),
+        "masked": encoded(pipe.vae, source * ~hard),
+        "mask": torch.nn.functional.interpolate(hard.half(), z.shape[-2:]),
+        "ids": tokenise(pipe.tokenizer, [p.prompt for p in rows]).to(torch.int32),
+        "category": torch.tensor([policy.names.index(p.category) for p in rows]),
+    }
+
+
+def load_pairs(folder: Path, split: str, vae: Any) -> PairLatents:
+    path = folder / f"latents-{split}.pt"
+    try:
+        kept = torch.load(path, weights_only=True)
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no encoded pairs; make them with `guardpaint data latents`") from error
+    except Exception as error:
+        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it and encode anew") from error
+    if kept.pop("note")["vae"] != fingerprint(vae):
+        raise BadCheckpoint(f"{path}: encoded by another autoencoder; run `guardpaint data latents` again")
+    wide = {torch.float16: torch.float32, torch.int32: torch.int64}
+    return PairLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in kept.items()})
