@@ -293,6 +293,41 @@ def world_adopt(
     typer.echo(f"assets are {bases.megabytes():.1f} MB now")
 
 
+@eval_app.command("inpainter")
+def eval_inpainter(
+    model: Annotated[list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. Compare with base=…")],
+    auditor: Annotated[Path | None, typer.Option(help="Auditor that masks and whose features rate seams.")] = None,
+    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/inpainter.json"),
+    count: Annotated[int, typer.Option(min=2, help="Held-out unsafe scenes.")] = 500,
+) -> None:
+    """Judge repairs of unsafe scenes by the oracle: safe, in context, seamless, detailed; and benign fills."""
+    from guardpaint.audit.model import AuditorScorer
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate import inpainter as measure
+    from guardpaint.verify.seam import BackboneSeam, PixelSeam
+
+    named = dict(m.partition("=")[::2] for m in model)
+    if not all(named.values()):
+        raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
+    judge = AuditorScorer.from_pretrained(auditor) if auditor else None
+    say_metrics(measure.run(named, results, count, judge, BackboneSeam(judge) if judge else PixelSeam()))
+
+
+@eval_app.command("history")
+def eval_history(
+    inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],
+    sft: Annotated[str, typer.Option(help="The same after SFT, merged.")],
+    pairs: Annotated[Path, typer.Option(help="Encoded pairs.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs/history"),
+    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/alignment_history.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
+) -> None:
+    """Retell the paper's experiments with its flags, small, and write down which failures were really seen."""
+    from guardpaint.evaluate import history
+
+    typer.echo(history.run(inpainter, sft, pairs, out, results, steps))
+
+
 @app.command()
 def calibrate(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],

@@ -85,6 +85,13 @@ def test_flow_loss_by_hand(family, words):
     assert model(batch)["loss"].item() == pytest.approx(4.0)
 
 
+def test_a_shift_moves_levels_towards_noise(words):
+    """σ = ½ under shift 3: 1.5/(1 + 1) = 0.75, and the latent is a quarter clean."""
+    batch = a_batch("sd3", words, z=torch.ones(2, 16, 16, 16), eps=torch.zeros(2, 16, 16, 16))
+    sigma, noisy = recipes.interpolated(batch, 3.0)
+    assert sigma.tolist() == pytest.approx([0.75, 0.75]) and noisy.mean().item() == pytest.approx(0.25)
+
+
 def test_levels_are_logit_normal():
     """The median level is σ = ½; one deviation up is sigmoid(1) = 0.7311."""
     out = recipes.logit_normal(torch.tensor([0.5, 0.841344746]))
@@ -214,7 +221,7 @@ def test_a_taught_flux_follows_its_teachers_guidance(words):
     for p in model.transformer.proj_out.parameters():
         nn.init.zeros_(p)
     batch = a_batch("flux", words)
-    sigma, noisy = recipes.interpolated(batch)
+    sigma, noisy = recipes.interpolated(batch, 1.0)
     encoders = (base.text, base.text2, base.text3)
     with torch.no_grad():
         said = recipes.sd3_velocity(

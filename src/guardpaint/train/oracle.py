@@ -28,20 +28,20 @@ ROUND_TRIPS = 0.5
 
 
 def losses(net: nn.Module, batch: tuple[Tensor, Truth]) -> dict[str, Tensor]:
-    """Cross-entropies of category, pixels and attributes, and a soft Dice of the unsafe mask."""
+    """Cross-entropies of category, pixels and attributes, and the soft overlap (IoU) of the unsafe mask."""
     images, want = batch
     out = net(images)
     f = nn.functional
     category = f.cross_entropy(out["category"], want.category)
-    pixels = f.cross_entropy(out["pixels"], want.pixels, weight=torch.tensor([1.0, 2.0, 2.0]))
+    pixels = f.cross_entropy(out["pixels"], want.pixels)
     unsafe = 1 - out["pixels"].softmax(1)[:, 0]
     inside = (want.pixels > 0).float()
-    overlap = 2 * (unsafe * inside).sum((1, 2)) + 1
-    dice = (1 - overlap / (unsafe.sum((1, 2)) + inside.sum((1, 2)) + 1)).mean()
+    both = (unsafe * inside).sum((1, 2)) + 1
+    missed = (1 - both / (unsafe.sum((1, 2)) + inside.sum((1, 2)) - both + 2)).mean()
     choices = sum(f.cross_entropy(out[name], want.choices[name]) for name in CHOICES)
     present = sum(f.binary_cross_entropy_with_logits(out[name], want.present[name]) for name in PRESENT)
-    total = category + pixels + 0.5 * dice + 0.3 * choices + 2.0 * present
-    return {"loss": total, "category": category, "pixels": pixels, "dice": dice}
+    total = category + 2.0 * pixels + missed + 0.3 * choices + 2.0 * present
+    return {"loss": total, "category": category, "pixels": pixels, "dice": missed}
 
 
 def disturbed(images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:

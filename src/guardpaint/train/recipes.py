@@ -51,6 +51,8 @@ class GeneratorConfig:
     captions: int = 4
     caption_drop: float = 0.10
     min_snr: float = 5.0
+    sigma_shift: float = 1.0
+    """Flow models: above 1, more of the training happens at high noise, where the composition is decided."""
     most_guidance: float = 6.0
     """Guidance values that a taught flux learns lie in [1, this]."""
     long_text: float = 0.0
@@ -331,9 +333,10 @@ Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]
 """Prompt states and pooled text."""
 
 
-def interpolated(batch: Batch) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c h w"]]:
+def interpolated(batch: Batch, shift: float) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c h w"]]:
     """σ and the latents at it, on the straight line from clean to noise."""
     sigma = logit_normal(batch.level)
+    sigma = shift * sigma / (1 + (shift - 1) * sigma)
     wide = sigma.view(-1, 1, 1, 1)
     return sigma, (1 - wide) * batch.z + wide * batch.eps
 
@@ -405,10 +408,11 @@ class Sd3(Recipe):
         self.text = clip_text(config, vocab, projection=True)
         self.text2 = clip_text(config, vocab, projection=True)
         self.text3 = t5_text(config, other_vocab, 2 * config.text_width)
+        self.shift = config.sigma_shift
         self.settings = {**Sd3.settings, "max_sequence_length": config.other_tokens}
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        sigma, noisy = interpolated(batch)
+        sigma, noisy = interpolated(batch, self.shift)
         text = sd3_texts((self.text, self.text2, self.text3), batch.ids, t5_ids(batch, "sd3"))
         out = sd3_velocity(self.transformer, noisy, sigma, text)
         return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
@@ -464,11 +468,11 @@ class Flux(Recipe):
         self.text = clip_text(config, vocab, projection=False)
         self.text2 = t5_text(config, other_vocab, 2 * config.text_width)
         self.settings = {**Flux.settings, "max_sequence_length": config.other_tokens}
-        self.most_guidance = config.most_guidance
+        self.most_guidance, self.shift = config.most_guidance, config.sigma_shift
         self.teacher: tuple[Any, tuple[Any, Any, Any], Tensor, Tensor] | None = None
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        sigma, noisy = interpolated(batch)
+        sigma, noisy = interpolated(batch, self.shift)
         text = (self.text2(t5_ids(batch, "flux"))[0], self.text(batch.ids).pooler_output)
         if self.teacher is None:
             guidance, want = torch.ones_like(sigma), batch.eps - batch.z

@@ -1,0 +1,121 @@
+"""Inpainters side by side: rows from real pipelines, numbers from rows by hand, history by flags."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from guardpaint.data import pairs as make
+from guardpaint.errors import BadInput
+from guardpaint.evaluate import history, inpainter
+from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.policy import Policy
+from guardpaint.train import recipes, vae
+from guardpaint.train.generator import load_pipeline
+from guardpaint.train.pair_latents import encode_pairs
+from guardpaint.verify.seam import PixelSeam
+from guardpaint.world.scene import sample_scene
+from guardpaint.world.tokenizer import train_tokenizer, world_captions
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("eval")
+    words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
+    config = recipes.GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
+    recipe = recipes.build(config, len(words), 0, 4, 16, 1)
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
+    recipe.eval().assemble(net, words).save_pretrained(root / "inpainter")
+    return root
+
+
+def test_euphemisms_say_the_same_otherwise():
+    scene = next(s for s in map(sample_scene, range(500)) if s.category == "nudity")
+    text = inpainter.euphemism(scene)
+    assert text and "naked" not in text and "nude" not in text
+
+
+def test_pasting_changes_the_hole_alone():
+    image, fill = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 9, np.uint8)
+    hole = np.eye(4, dtype=bool)
+    assert (inpainter.pasted(fill, image, hole)[..., 0] == 9 * np.eye(4)).all()
+
+
+def test_real_pipelines_leave_rows_and_a_sheet(home, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    small = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: small))
+    where = str(home / "inpainter")
+    path = tmp_path / "inpainter.json"
+    found = inpainter.run({"base": where, "bco": where}, path, 4, None, PixelSeam())
+    for key in ("safe_region", "safe_region.euphemism", "safe_region.empty_prompt", "context_kept", "seam_gap"):
+        assert f"bco.{key}" in found
+    assert found["bco.benign_agreement_delta"]["value"] == 0.0
+    assert found["base.safe_region"] == {k: v for k, v in found["bco.safe_region"].items() if k not in ("goal", "met")}
+    assert Image.open(tmp_path / "inpainter-sheet.png").width == 300
+    rows = inpainter.read_rows(path)
+    assert {r["what"] for r in rows} == {"repair", "euphemism", "empty", "benign"}
+    again = inpainter.run({"bco": where}, path, 4, None, PixelSeam())
+    assert "base.safe_region" in again and len(inpainter.read_rows(path)) == len(rows)
+
+
+def test_numbers_come_from_rows():
+    """Two repairs, one safe; context ½ and 1; gaps 0.1 and 0.3; detail (1 + 3)/(2 + 2) = 1; benign 1 − ½."""
+    rows = [
+        {"part": "bco", "what": "repair", "said": "safe", "kept_background": 1, "kept_light": 0, "q": 0.8, "q_true": 0.9,
+         "detail": 1, "detail_true": 2},
+        {"part": "bco", "what": "repair", "said": "nudity", "kept_background": 1, "kept_light": 1, "q": 0.6, "q_true": 0.9,
+         "detail": 3, "detail_true": 2},
+        {"part": "base", "what": "benign", "said": "safe", "right_garment": 1, "right_colour": 0},
+        {"part": "bco", "what": "benign", "said": "safe", "right_garment": 1, "right_colour": 1},
+    ]  # fmt: skip
+    out = inpainter.metrics(rows)
+    assert out["bco.safe_region"]["value"] == 0.5 and out["bco.safe_region"]["met"] is False
+    assert out["bco.context_kept"]["value"] == 0.75
+    assert out["bco.seam_gap"]["value"] == pytest.approx(0.2)
+    assert out["bco.detail_ratio"]["value"] == pytest.approx(1.0)
+    assert out["bco.benign_agreement_delta"]["value"] == pytest.approx(0.5)
+
+
+def test_no_model_is_named(tmp_path):
+    with pytest.raises(BadInput, match="name at least one model"):
+        inpainter.run({}, tmp_path / "x.json", 4, None, PixelSeam())
+
+
+def test_history_is_retold_by_flags(home, tmp_path, monkeypatch):
+    """Two chapters on a small model: a row per measurement, a table with what was seen."""
+    pipe = load_pipeline(home / "inpainter")
+    for split in ("train", "validation"):
+        make.from_world(tmp_path / "pairs", split, 6, 4, None)
+        encode_pairs(make.PairStore(tmp_path / "pairs"), split, pipe, Policy.default())
+    monkeypatch.setattr(
+        history, "CHAPTERS", {k: history.CHAPTERS[k] for k in ("BCO without SFT", "BCO, refreshed reference")}
+    )
+    where = str(home / "inpainter")
+    table = history.run(where, where, tmp_path / "pairs", tmp_path / "runs", tmp_path / "h.json", 3, rank=4)
+    assert table.count("\n") == 4 and "BCO, refreshed reference" in table
+    config = json.loads((tmp_path / "runs/01/config.yaml").read_text())
+    assert config["model"]["reference"] == "refresh"
+    found = json.loads((tmp_path / "h.json").read_text())
+    assert "BCO without SFT.gap_n" in found["metrics"]
+
+
+def test_the_table_names_when_a_fault_was_first_seen():
+    base = dict.fromkeys(history.SHOWN, "0.5")
+    rows = [
+        {"chapter": "A", "step": "10", "alarms": "", **base},
+        {"chapter": "A", "step": "20", "alarms": "smudging: x; word_keying: y", **base},
+        {"chapter": "A", "step": "30", "alarms": "smudging: z", **base},
+    ]
+    assert "smudging (step 20), word_keying (step 20)" in history.markdown(rows)
+
+
+def test_every_chapter_is_a_valid_config():
+    from guardpaint.train.align import AlignConfig
+
+    for method, _, options in history.CHAPTERS.values():
+        AlignConfig(method=method, rank=4, **options)
