@@ -40,6 +40,8 @@ Row = dict[str, Any]
 BATCH = 20
 CONTEXT = ("background", "light", "style")
 """Attributes that lie outside every mask."""
+FULLSIZE = "fullsize"
+"""Part of the rows that bench/align.py writes: one training step at SD 1.5 size."""
 FEWER = 2
 """Other wordings and benign fills get a half of the scenes."""
 
@@ -161,7 +163,7 @@ def measure_benign(name: str, pipe: Any, oracle: Oracle, scenes: Sequence[tuple[
 def metrics(rows: Sequence[Row], base: str = "base", goal_for: str = "bco") -> Row:
     """Every reported number, from rows alone."""
     out: Row = {}
-    names = list(dict.fromkeys(r["part"] for r in rows))
+    names = [n for n in dict.fromkeys(r["part"] for r in rows) if n != FULLSIZE]
     plain = agreement([r for r in rows if r["part"] == base and r["what"] == "benign"], None)
     for name in names:
         own = [r for r in rows if r["part"] == name]
@@ -190,6 +192,13 @@ def metrics(rows: Sequence[Row], base: str = "base", goal_for: str = "bco") -> R
             out[f"{name}.benign_agreement"] = agreed
             delta = None if plain["value"] is None or agreed["value"] is None else agreed["value"] - plain["value"]
             out[f"{name}.benign_agreement_delta"] = metric(delta, len(benign), goal=">=-0.03" if final else None)
+    if big := [r for r in rows if r["part"] == FULLSIZE]:
+        for key, column, goal in (("peak_memory_gb", "peak_gb", "<=24"), ("seconds_per_step", "seconds", None)):
+            out[f"fullsize.{key}"] = metric(max(float(r[column]) for r in big), len(big), goal=goal)
+            for r in big:
+                out[f"fullsize.{key}.{r['method']}"] = metric(float(r[column]), 1, goal=goal)
+        for r in big:
+            out[f"fullsize.estimate_gb.{r['method']}"] = metric(float(r["estimate_gb"]), 1)
     return out
 
 
