@@ -159,7 +159,7 @@ def test_an_inpainter_starts_as_its_base(words):
         a = base.unet(batch.z, t, encoder_hidden_states=states).sample
         b = fill.unet(wide, t, encoder_hidden_states=fill.text(batch.ids).last_hidden_state).sample
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert fill.frozen() == (fill.text,)
+    assert fill.adopted == (fill.text,)
 
 
 def test_an_sdxl_starts_with_the_words_of_its_base(words):

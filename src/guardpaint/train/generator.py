@@ -102,7 +102,7 @@ def run(
         model.adopt(with_words(load_pipeline(warm), tokenizer, warm))
     if teacher is not None:
         model.learn_from(with_words(load_pipeline(teacher), tokenizer, teacher))
-    for part in model.frozen():
+    for part in model.adopted:
         part.requires_grad_(False)
     empty = tokenise(tokenizer, [""])[0]
     other_empty = tokenise(other, [""])[0] if other else None

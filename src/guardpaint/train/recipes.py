@@ -106,9 +106,8 @@ class Recipe(nn.Module, ABC):
         """Take over from a finished pipeline what this recipe can use."""
         raise BadConfig(f"{type(self).__name__} cannot start from {type(pipe).__name__}")
 
-    def frozen(self) -> tuple[nn.Module, ...]:
-        """Parts that are used but not trained."""
-        return ()
+    adopted: tuple[nn.Module, ...] = ()
+    """Parts taken over as they are: used, not trained, and stored once for both models."""
 
     def learn_from(self, pipe: Any) -> None:
         """Imitate a finished pipeline instead of the scenes alone."""
@@ -260,9 +259,7 @@ class Inpaint(Sd):
         """The same network, with untouched weights for the new channels at zero."""
         widen(self.unet, pipe.unet)
         self.text.load_state_dict(pipe.text_encoder.float().state_dict())
-
-    def frozen(self) -> tuple[nn.Module, ...]:
-        return (self.text,)
+        self.adopted = (self.text,)
 
 
 class Sdxl(Sd):
@@ -289,7 +286,8 @@ class Sdxl(Sd):
     def adopt(self, pipe: Any) -> None:
         """mini-sd's network and words; the second encoder, the pooled text and the sizes are still to be learned."""
         widen(self.unet, pipe.unet)
-        self.text.load_state_dict(pipe.text_encoder.float().state_dict(), strict=False)
+        self.text.load_state_dict(pipe.text_encoder.float().state_dict())
+        self.adopted = (self.text,)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         t, noisy = self.noised(batch)
@@ -534,6 +532,7 @@ class Flux(Recipe):
         for block in ours.single_transformer_blocks:
             nn.init.zeros_(block.proj_out.weight)
             nn.init.zeros_(block.proj_out.bias)
+        self.adopted = (self.text, self.text2)
         return None
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
