@@ -20,9 +20,9 @@ from guardpaint import tiny
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import soft_mask
 from guardpaint.draft.codec import resize
-from guardpaint.guard import compose
 from guardpaint.results import metric, write_results
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam, seam_quality
+from guardpaint.verify.tournament import compose
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
 SIZE = 128

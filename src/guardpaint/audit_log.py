@@ -174,6 +174,11 @@ def replay(report: JsonDict) -> list[str]:
             utilities = []
             for i, c in enumerate(t["candidates"]):
                 s = c["scores"]
+                if not s:
+                    utilities.append(0.0)
+                    if c["utility"] or c["gates"]:
+                        problems.append(f"{where}: candidate {i} was not painted out, yet has a utility or gates")
+                    continue
                 again = [g.passed for g in gates(s["S"], t["control"]["S"], s["F"], s["P"], rules)]
                 if again != [g["passed"] for g in c["gates"]]:
                     problems.append(f"{where}: candidate {i} has gates its scores do not give")

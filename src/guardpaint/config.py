@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 RANGES: dict[str, tuple[float, float]] = {
     "candidates": (1, 64),
+    "keep": (0, 64),
     "audits": (1, 1000),
     "audit_start": (0.0, 1.0),
     "regions": (1, 16),
@@ -96,6 +97,8 @@ class GuardConfig:
     """h of held_substitution: 1 keeps the repair fixed, lower lets the base harmonise."""
     blend_alpha: str = "one_minus_noise"
     """α of the blending rules: 1 − noise, or the paper's 0.30 + 0.60·progress."""
+    keep: int = 0
+    """Candidates painted out after the ranker saw previews of all; 0: all of them, no preview."""
     strong_candidates: int = 8
     """N of the last-resort strong repair."""
     repair_batch: int = 8
@@ -119,7 +122,7 @@ class GuardConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise BadConfig(f"{name}={value!r}: must be a number in [{low}, {high}]")
-        for name in ("candidates", "audits", "regions", "strong_candidates", "repair_batch", "seed"):
+        for name in ("candidates", "keep", "audits", "regions", "strong_candidates", "repair_batch", "seed"):
             if not isinstance(getattr(self, name), int):
                 raise BadConfig(f"{name}={getattr(self, name)!r}: must be a whole number")
 

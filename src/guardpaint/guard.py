@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from guardpaint.audit.regions import latent_mask, mine, soft_mask, union
+from guardpaint.audit.regions import latent_mask, mine, union
 from guardpaint.config import GuardConfig
-from guardpaint.draft.codec import resize
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import Views, shrink
 from guardpaint.errors import BadInput, GuardTimeout, NotFinite
 from guardpaint.policy import Finding, Policy
 from guardpaint.reinsert.apply import Reinserted, reinsert
-from guardpaint.report import (
-    AuditRecord,
-    CandidateRecord,
-    Evidence,
-    FinalRecord,
-    StepRecord,
-    TournamentRecord,
-)
+from guardpaint.repair.ranker import Ranker
+from guardpaint.report import AuditRecord, Evidence, FinalRecord, StepRecord
 from guardpaint.seeds import derive
-from guardpaint.types import (
-    Audit,
-    Auditor,
-    Draft,
-    Edit,
-    Proposer,
-    ProposerState,
-    Region,
-    Repairer,
-    RepairRequest,
-    SeamMetric,
-)
-from guardpaint.verify.seam import seam_quality
-from guardpaint.verify.utility import gate_rules, gates, utility, winner
+from guardpaint.types import Audit, Auditor, Draft, Edit, Proposer, Region, Repairer, SeamMetric
+from guardpaint.verify.tournament import Arena
 
 
 @dataclass(frozen=True)
@@ -54,6 +35,10 @@ class Parts:
     seam: SeamMetric
     policy: Policy
     config: GuardConfig
+    ranker: Ranker | None = None
+    """Prunes candidates after a preview when `config.keep` asks for it."""
+    observer: Callable[[Arena], None] | None = None
+    """Sees every tournament before it starts; what it raises fails the image closed."""
 
     def finding(self, audit: Audit, progress: float) -> Finding | None:
         """What the policy and the calibration for this progress make of an audit."""
@@ -211,67 +196,32 @@ class ImageGuard:
         n: int,
     ) -> Won | None:
         """N candidates, scored beside the control by the same auditor at the same size; best u > 0 wins."""
-        parts, config = self.parts, self.parts.config
-        assert self.prompt is not None and control_audit.faithfulness is not None
-        seed = derive(self.seed, self.image, draft.step, name)
-        state = ProposerState(
-            control_audit.text_embed,
-            draft.latent.cpu(),
-            control_audit.image_embed,
-            region.coverage,
-            draft.progress,
+        assert self.prompt is not None
+        arena = Arena(
+            parts=self.parts,
+            prompt=self.prompt,
+            draft=draft,
+            control=control,
+            audit=control_audit,
+            region=region,
+            name=name,
+            category=category,
+            seed=derive(self.seed, self.image, draft.step, name),
+            look=lambda images: self.audit(images, views.noise, record),
+            clock=lambda stage: self.clock(record, stage),
         )
-        knobs = proposer.propose(state, n, seed)
-        masks = torch.stack([soft_mask(region.mask, k.dilation, k.feather) for k in knobs])
-        size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
-        with self.clock(record, "repair"):
-            request = RepairRequest(
-                view=control,
-                region=region.mask,
-                masks=masks,
-                knobs=knobs,
-                prompt=self.prompt,
-                safe_prompt=parts.policy.safe_prompt(category),
-                avoid=parts.policy.category(category).definition,
-                seed=seed,
-                base=draft.base,
-                latent_size=size,
-                batch=config.repair_batch,
-            )
-            painted = parts.repairer.candidates(request)
-        record.cost["candidates"] += n
-        if not torch.isfinite(painted).all():
-            raise NotFinite(f"the {parts.repairer.name} repairer made NaN or infinity in region {name}")
-        composed = compose(control, resize(painted, (control.shape[-2], control.shape[-1])), masks)
-        with self.clock(record, "verify"):
-            fine = parts.auditor.sizes[1]
-            small = torch.stack([shrink(c, fine) for c in composed])
-            audits = self.audit(small, views.noise, record)
-            small_masks = resize(masks[:, None], (small.shape[-2], small.shape[-1]))[:, 0]
-            seams = seam_quality(parts.seam, small, shrink(control, fine), small_masks).tolist()
-        s0, f0 = control_audit.safety, control_audit.faithfulness
-        rules = gate_rules(draft.progress, config.delta, config.f_gate, config.f_drop, config.p_gate, f0)
-        result = TournamentRecord(
-            name, category, region.coverage, proposer.name, parts.repairer.name, config.selection,
-            {"S": s0, "F": f0}, asdict(rules),
-        )  # fmt: skip
-        for k, a, q, mask in zip(knobs, audits, seams, masks, strict=True):
-            assert a.faithfulness is not None
-            scores = {"S": a.safety, "F": a.faithfulness, "P": a.quality, "B": a.suppression, "Q": q}
-            passed = gates(a.safety, s0, a.faithfulness, a.quality, rules)
-            u = utility(a.safety, s0, a.faithfulness, a.quality, a.suppression, q, rules)
-            result.candidates.append(
-                CandidateRecord(k.as_dict(), scores, [g.to_dict() for g in passed], u, float(mask.mean()))
-            )
-        result.winner = winner([c.utility for c in result.candidates], config.selection)
-        for i, candidate in enumerate(composed):
+        if self.parts.observer is not None:
+            self.parts.observer(arena)
+        knobs = proposer.propose(arena.state, n, arena.seed)
+        done = arena.contest(knobs, proposer.name, prune=proposer is self.parts.proposer)
+        record.cost["candidates"] += len(done.painted)
+        for i, candidate in zip(done.painted, done.composed, strict=True):
             self.keep(record.step, f"candidate {len(record.tournaments)}", i, candidate)
-        record.tournaments.append(result)
+        record.tournaments.append(done.record)
         self.check_time()
-        if result.winner is None:
+        if done.won is None:
             return None
-        i = result.winner
-        return Won(composed[i], masks[i], audits[i])
+        return Won(done.composed[done.won], done.masks[done.won], done.audits[done.won])
 
     # 5 · reinsert ------------------------------------------------------------------------------------------
 
@@ -343,14 +293,6 @@ class ImageGuard:
         limit = self.parts.config.timeout_s
         if limit and self.spent > limit:
             raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image; timeout_s={limit}")
-
-
-def compose(
-    control: Float[Tensor, "3 h w"], painted: Float[Tensor, "n 3 h w"], masks: Float[Tensor, "n h w"]
-) -> Float[Tensor, "n 3 h w"]:
-    """Candidates composed into the view; outside the mask the control, bit for bit."""
-    m = masks[:, None]
-    return torch.where(m > 0, torch.lerp(control.expand_as(painted), painted, m), control)
 
 
 def audit_record(audit: Audit, decoder: str, finding: Finding | None) -> AuditRecord:

@@ -40,7 +40,7 @@ class AuditRecord:
 
 @dataclass
 class CandidateRecord:
-    """One proposed repair and how it fared."""
+    """One proposed repair and how it fared; no scores: the ranker left it out after its preview."""
 
     knobs: dict[str, float]
     scores: dict[str, float]

@@ -145,8 +145,8 @@ def tournament(t: JsonDict, evidence: Sequence[Evidence]) -> str:
         rows += (
             f"<tr><td>{i + 1}{' ★' if i == t['winner'] else ''}</td><td>{k['cfg']:.1f}</td><td>{k['dilation']:.2f}</td>"
             f"<td>{k['feather']:.2f}</td><td>{k['jitter']:.2f}</td><td>{k['depth']}</td><td>{k['seed_offset']}</td>"
-            + "".join(f"<td>{s[n]:.3f}</td>" for n in "SFPBQ")
-            + f"<td>{gates}</td><td>{c['utility']:.4f}</td></tr>"
+            + "".join(f"<td>{s[n]:.3f}</td>" if s else "<td>–</td>" for n in "SFPBQ")
+            + f"<td>{gates if s else 'left out after its preview'}</td><td>{c['utility']:.4f}</td></tr>"
         )
     outcome = "the control stays" if t["winner"] is None else f"candidate {t['winner'] + 1} wins"
     return (

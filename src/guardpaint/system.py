@@ -28,6 +28,7 @@ from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.proposer import TournamentProposer
+from guardpaint.repair.ranker import Ranker
 from guardpaint.report import GuardReport
 from guardpaint.request import Request
 from guardpaint.types import Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
@@ -54,6 +55,7 @@ class GuardPaint:
         policy: Policy | None = None,
         config: GuardConfig | None = None,
         seam: SeamMetric | None = None,
+        ranker: Ranker | None = None,
         decoders: dict[str, Any] | None = None,
         audit_log: AuditLog | None = None,
     ) -> None:
@@ -65,7 +67,10 @@ class GuardPaint:
             )
         if seam is None:
             seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
-        self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config or GuardConfig())
+        config = config or GuardConfig()
+        if config.keep and ranker is None:
+            raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker")
+        self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config, ranker)
         self.decoders = {
             name: decoder.to(memory_format=torch.channels_last) for name, decoder in (decoders or {}).items()
         }
@@ -92,6 +97,7 @@ class GuardPaint:
             policy=policy or self.parts.policy,
             config=self.config.with_(**changes),
             seam=self.parts.seam,
+            ranker=self.parts.ranker,
             decoders=self.decoders,
             audit_log=self.audit_log,
         )
@@ -221,7 +227,7 @@ class GuardPaint:
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of the weights of each component that has any; computed once."""
         if not self._weights:
-            for name in ("auditor", "proposer"):
+            for name in ("auditor", "proposer", "ranker"):
                 part = getattr(self.parts, name)
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)
@@ -266,6 +272,9 @@ class GuardPaint:
             proposer.save_pretrained(directory / "proposer", dtype)
         elif proposer.name not in ("uniform", "fixed"):
             raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
+        manifest["ranker"] = self.parts.ranker is not None
+        if self.parts.ranker is not None:
+            self.parts.ranker.save_pretrained(directory / "ranker", dtype)
         for name, decoder in self.decoders.items():
             decoder.save_pretrained(directory / "decoders" / name)
         write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
@@ -303,6 +312,7 @@ class GuardPaint:
             policy=policy,
             config=GuardConfig.from_dict({**manifest["config"], **changes}),
             seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
+            ranker=Ranker.from_pretrained(directory / "ranker") if manifest.get("ranker") else None,
             decoders=decoders,
             audit_log=audit_log,
         )

@@ -167,6 +167,13 @@ class Repairer(Protocol):
 
 
 @runtime_checkable
+class Previewer(Protocol):
+    """A repairer that can also show candidates after one denoising step."""
+
+    def preview(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]: ...
+
+
+@runtime_checkable
 class Proposer(Protocol):
     """Anything that picks knobs for a tournament."""
 

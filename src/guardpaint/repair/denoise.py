@@ -48,6 +48,21 @@ def denoise(
     return z
 
 
+def first_estimates(
+    z: Float[Tensor, "n c h w"], knobs: Sequence[Knobs], ladder: Sequence[Level], estimate: Estimate
+) -> Float[Tensor, "n c h w"]:
+    """Each candidate's clean estimate after the first of its steps; candidates of one depth share a call."""
+    out = torch.empty_like(z)
+    depths = torch.tensor([k.depth for k in knobs])
+    for rung in depths.unique().tolist():
+        active = torch.nonzero(depths == rung)[:, 0].to(z.device)
+        out[active] = estimate(z[active], ladder[rung], active)[0]
+    return out
+
+
+Descent = Callable[[Tensor, Sequence[Knobs], Sequence[Level], Estimate], Tensor]
+
+
 def in_batches(count: int, size: int) -> list[slice]:
     """Slices of at most `size`."""
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]

@@ -14,7 +14,7 @@ from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.schedule import level_at, prediction_type, split
 from guardpaint.errors import BadCheckpoint
-from guardpaint.repair.denoise import DEPTHS, denoise, in_batches, starting_latents
+from guardpaint.repair.denoise import DEPTHS, Descent, denoise, first_estimates, in_batches, starting_latents
 from guardpaint.types import Level, RepairRequest
 
 
@@ -69,8 +69,14 @@ class Inpainter:
             max(unit, round(width * scale / unit) * unit),
         )
 
-    @torch.no_grad()
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+        return self._paint(request, denoise)
+
+    def preview(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+        return self._paint(request, first_estimates)
+
+    @torch.no_grad()
+    def _paint(self, request: RepairRequest, descent: Descent) -> Float[Tensor, "n 3 h w"]:
         size = self.native_size(*request.view.shape[-2:])
         view = resize(request.view[None], size)[0].to(self.device)
         masks = resize(request.masks[:, None], size)[:, 0].to(self.device)
@@ -79,7 +85,7 @@ class Inpainter:
         decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, self.device)
         images = []
         for part in in_batches(len(masks), request.batch):
-            z = self._denoise(view, z_view, masks[part], request, part, embeds)
+            z = self._denoise(view, z_view, masks[part], request, part, embeds, descent)
             images.append(decoder.full(z))
         return torch.cat(images).cpu()
 
@@ -96,6 +102,7 @@ class Inpainter:
         request: RepairRequest,
         part: slice,
         embeds: Float[Tensor, "2 l d"],
+        descent: Descent,
     ) -> Float[Tensor, "n c u v"]:
         knobs = request.knobs[part]
         hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
@@ -118,4 +125,4 @@ class Inpainter:
             return split(guided(output, guidance[active], 4), z, level, self.prediction)
 
         start = starting_latents(z_view, small, knobs, self.ladder, request.seed)
-        return denoise(start, knobs, self.ladder, estimate)
+        return descent(start, knobs, self.ladder, estimate)

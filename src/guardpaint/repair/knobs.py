@@ -37,6 +37,12 @@ def denormalise(action: Float[Tensor, " 5"], bucket: int) -> Knobs:
     )
 
 
+def normalise(knobs: Knobs) -> Float[Tensor, " 5"]:
+    """The continuous knobs on [0, 1]."""
+    values = knobs.as_dict()
+    return torch.tensor([(values[k] - low) / (high - low) for k, (low, high) in RANGES.items()])
+
+
 @dataclass(frozen=True)
 class UniformProposer:
     """Knobs drawn uniformly from their ranges."""

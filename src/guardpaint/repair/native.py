@@ -9,7 +9,7 @@ from torch import Tensor
 from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
 from guardpaint.errors import BadInput
-from guardpaint.repair.denoise import DEPTHS, denoise, in_batches, starting_latents
+from guardpaint.repair.denoise import DEPTHS, Descent, denoise, first_estimates, in_batches, starting_latents
 from guardpaint.types import Level, RepairRequest
 
 
@@ -19,8 +19,14 @@ class NativeRepairer:
 
     name = "native"
 
-    @torch.no_grad()
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+        return self._paint(request, denoise)
+
+    def preview(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+        return self._paint(request, first_estimates)
+
+    @torch.no_grad()
+    def _paint(self, request: RepairRequest, descent: Descent) -> Float[Tensor, "n 3 h w"]:
         base = request.base
         if base is None or not base.calls:
             raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
@@ -44,6 +50,6 @@ class NativeRepairer:
                 return torch.lerp(z_view.expand_as(x0), x0, inside[active]), eps
 
             start = starting_latents(z_view, masks[part], knobs, ladder, request.seed)
-            z = denoise(start, knobs, ladder, estimate)
+            z = descent(start, knobs, ladder, estimate)
             images.append(vae_decode(base.vae, z, base.device))
         return resize(torch.cat(images), (int(request.view.shape[-2]), int(request.view.shape[-1]))).cpu()

@@ -1,0 +1,77 @@
+"""The ranker (the paper's "judge"): from a cheap preview, which candidates are worth painting out (SPEC §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from guardpaint.checkpoint import CONFIG, load_state, read_json, save_module
+from guardpaint.errors import BadCheckpoint
+from guardpaint.repair.knobs import normalise
+from guardpaint.types import Audit, Knobs
+
+FEATURES = 16
+"""Five scores of the preview, five changes against the control, five knobs, coverage; progress is the seventeenth."""
+
+
+def scores(audit: Audit) -> list[float]:
+    return [audit.safety, audit.faithfulness or 0.0, audit.quality, audit.suppression, 1 - audit.adv_prob]
+
+
+def features(
+    previews: Sequence[Audit], control: Audit, knobs: Sequence[Knobs], coverage: float, progress: float
+) -> Float[Tensor, "n f"]:
+    """Early features of every candidate."""
+    before = scores(control)
+    rows = []
+    for audit, k in zip(previews, knobs, strict=True):
+        now = scores(audit)
+        change = [a - b for a, b in zip(now, before, strict=True)]
+        rows.append([*now, *change, *normalise(k).tolist(), coverage, progress])
+    return torch.tensor(rows)
+
+
+@dataclass(frozen=True)
+class RankerConfig:
+    features: int = FEATURES + 1
+    hidden: tuple[int, int] = (64, 32)
+
+
+class Ranker(nn.Module):
+    """A small network: features of one candidate → how good it will turn out."""
+
+    def __init__(self, config: RankerConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or RankerConfig()
+        a, b = config.hidden
+        self.net = nn.Sequential(
+            nn.Linear(config.features, a), nn.LayerNorm(a), nn.SiLU(), nn.Linear(a, b), nn.SiLU(), nn.Linear(b, 1)
+        )
+
+    def forward(self, x: Float[Tensor, "*n f"]) -> Float[Tensor, "*n"]:
+        return self.net(x)[..., 0]
+
+    @torch.no_grad()
+    def rank(self, x: Float[Tensor, "n f"]) -> Float[Tensor, " n"]:
+        """Scores on the CPU."""
+        return self(x.to(self.net[0].weight)).cpu()  # type: ignore[arg-type]
+
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        save_module(self, {"kind": "Ranker", **asdict(self.config)}, Path(directory), dtype)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Ranker:
+        directory = Path(directory)
+        values: dict[str, Any] = read_json(directory / CONFIG)
+        if values.pop("kind", None) != "Ranker":
+            raise BadCheckpoint(f"{directory / CONFIG}: not a Ranker")
+        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        model = cls(RankerConfig(**shape))
+        load_state(model, directory)
+        return model.eval()
