@@ -1,0 +1,122 @@
+"""Losses of the tournament proposer and of the ranker (SPEC §5), as functions of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+PerCandidate = Float[Tensor, " n"]
+Scalar = Float[Tensor, ""]
+
+ENTROPY, SEED_ENTROPY, COST, DIVERSITY = 0.01, 0.005, 0.005, 0.01
+DEPTH = 4
+"""Index of the depth among the continuous knobs."""
+FIRST_DELTA, LEAST_DELTA, NULL_SAMPLES = 0.05, 0.01, 50
+
+
+def advantages(utility: PerCandidate, bonus: PerCandidate | None = None) -> PerCandidate:
+    """w = softmax(u/τ) − 1/N with τ = std(u), floored; without gradient. A bonus joins the credit."""
+    credit = (utility if bonus is None else utility + bonus).detach()
+    tau = credit.std(correction=0).clamp_min(1e-6)
+    return torch.softmax(credit / tau, 0) - 1 / len(credit)
+
+
+def embedding_bonus(embeds: Float[Tensor, "n d"], strength: float = DIVERSITY) -> PerCandidate:
+    """Mean distance of each candidate's image embedding to the others', as a credit without gradient."""
+    n = len(embeds)
+    if n < 2:
+        return torch.zeros(n)
+    return strength * torch.cdist(embeds, embeds).sum(1).detach() / (n - 1)
+
+
+def policy_loss(log_prob: PerCandidate, advantage: PerCandidate, importance: PerCandidate | None = None) -> Scalar:
+    """−Σ w log π(a|s), each term weighted by its importance when the actions came from another policy."""
+    weight = advantage if importance is None else advantage * importance.detach()
+    return -(weight * log_prob).sum()
+
+
+def gaussian_entropy(log_std: Float[Tensor, "1 k"]) -> Scalar:
+    """Σ (½ + ½ ln 2π + ln σ)."""
+    return (0.5 + 0.5 * math.log(2 * math.pi) + log_std).sum()
+
+
+def categorical_entropy(logits: Float[Tensor, "1 k"]) -> Scalar:
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum()
+
+
+def cost(actions: Float[Tensor, "n 5"]) -> Scalar:
+    """Mean normalised depth of reparameterised actions: deeper repairs take longer."""
+    return actions[:, DEPTH].clamp(0, 1).mean()
+
+
+def diversity(actions: Float[Tensor, "n 5"]) -> Scalar:
+    """Mean distance between different reparameterised actions."""
+    n = len(actions)
+    if n < 2:
+        return actions.sum() * 0
+    pairs = torch.triu_indices(n, n, 1)
+    gap = actions[pairs[0]] - actions[pairs[1]]
+    return (gap.pow(2).sum(1) + 1e-12).sqrt().mean()
+
+
+def proposer_loss(
+    log_prob: PerCandidate,
+    advantage: PerCandidate,
+    actions: Float[Tensor, "n 5"],
+    log_std: Float[Tensor, "1 5"],
+    logits: Float[Tensor, "1 k"],
+    importance: PerCandidate | None = None,
+) -> dict[str, Tensor]:
+    """L = −Σ w log π − 0.01 H_cont − 0.005 H_disc + 0.005 depth − 0.01 distance."""
+    policy = policy_loss(log_prob, advantage, importance)
+    wide, free = gaussian_entropy(log_std), categorical_entropy(logits)
+    steps, apart = cost(actions), diversity(actions)
+    total = policy - ENTROPY * wide - SEED_ENTROPY * free + COST * steps - DIVERSITY * apart
+    return {"loss": total, "policy": policy, "entropy": wide, "cost": steps, "diversity": apart}
+
+
+def importance(log_prob: PerCandidate, behaviour: PerCandidate, most: float = 5.0) -> PerCandidate:
+    """π/μ of every action, without gradient, clipped."""
+    return (log_prob.detach() - behaviour).exp().clamp(max=most)
+
+
+def effective_samples(weights: Float[Tensor, " m"]) -> float:
+    """(Σ ρ)² / Σ ρ²: how many on-policy samples the weighted ones are worth."""
+    total = float((weights**2).sum())
+    return float(weights.sum()) ** 2 / total if total > 0 else 0.0
+
+
+def recalibrated(delta: float, null_changes: Sequence[float]) -> float:
+    """δ: the 95th percentile of |ΔS| under edits that change nothing, once there are 50; at least 0.01."""
+    if len(null_changes) < NULL_SAMPLES:
+        return delta
+    return max(LEAST_DELTA, float(torch.tensor(list(null_changes)).abs().quantile(0.95)))
+
+
+def listnet(scores: Float[Tensor, "b n"], utility: Float[Tensor, "b n"]) -> Scalar:
+    """Cross-entropy between the top-one distributions of utilities and of scores."""
+    want = torch.softmax(utility / utility.std(1, correction=0, keepdim=True).clamp_min(1e-6), 1)
+    return -(want * scores.log_softmax(1)).sum(1).mean()
+
+
+def plackett_luce(scores: Float[Tensor, "b n"], utility: Float[Tensor, "b n"]) -> Scalar:
+    """Negative log-likelihood of the utilities' order, per place."""
+    order: Int[Tensor, "b n"] = utility.argsort(dim=1, descending=True, stable=True)
+    sorted_scores = scores.gather(1, order)
+    later = sorted_scores.flip(1).logcumsumexp(1).flip(1)
+    return (later - sorted_scores).mean()
+
+
+def ranker_loss(scores: Float[Tensor, "b n"], utility: Float[Tensor, "b n"]) -> dict[str, Tensor]:
+    """ListNet + ½ Plackett–Luce; tournaments whose candidates are all alike teach nothing and are left out."""
+    told = utility.std(1, correction=0) > 1e-6
+    if not told.any():
+        zero = scores.sum() * 0
+        return {"loss": zero, "listnet": zero, "plackett_luce": zero}
+    a, b = listnet(scores[told], utility[told]), plackett_luce(scores[told], utility[told])
+    return {"loss": a + 0.5 * b, "listnet": a, "plackett_luce": b}
