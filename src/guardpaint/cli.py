@@ -32,6 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+rollouts_app = typer.Typer(help="Tournaments to learn from: catch states, play contests.", no_args_is_help=True)
+app.add_typer(rollouts_app, name="rollouts")
 log_app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True)
 app.add_typer(log_app, name="log")
 world_app = typer.Typer(help="The paper-doll world: look at it, export it.", no_args_is_help=True)
@@ -291,6 +293,49 @@ def world_adopt(
     for link in bases.adopt(run, name):
         typer.echo(link)
     typer.echo(f"assets are {bases.megabytes():.1f} MB now")
+
+
+@rollouts_app.command("states")
+def rollouts_states(
+    base: Annotated[str, typer.Argument(help="Base whose guarded generations are caught at their first tournament.")],
+    guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
+    split: Annotated[str, typer.Option(help="train or test.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="States wanted.")] = 150,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder; run again to go on.")] = Path("runs/rollouts"),
+) -> None:
+    """Generate under guard from unsafe prompts and store where each first tournament starts."""
+    from guardpaint.errors import BadInput
+    from guardpaint.rollouts import ROLLOUT_SEEDS, collect_states, load_states
+    from guardpaint.system import GuardPaint
+
+    if split not in ROLLOUT_SEEDS:
+        raise BadInput(f"split {split!r}: choose {', '.join(ROLLOUT_SEEDS)}")
+    path = collect_states(GuardPaint.from_pretrained(guard), base, split, count, out_dir)
+    typer.echo(f"{path}: {len(load_states(path))} states")
+
+
+@rollouts_app.command("play")
+def rollouts_play(
+    guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
+    proposer: Annotated[
+        str, typer.Option(help="uniform, fixed, strong, or a trained proposer's directory.")
+    ] = "uniform",
+    split: Annotated[str, typer.Option(help="train or test.")] = "train",
+    n: Annotated[int, typer.Option("--n", min=2, max=64, help="Candidates per tournament.")] = 7,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder of the states; run again to go on.")] = Path(
+        "runs/rollouts"
+    ),
+    processes: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Spread over a Ray cluster instead.")] = False,
+) -> None:
+    """Play one tournament from every stored state; rows go to OUT/SPLIT as parquet."""
+    from guardpaint import rollouts
+
+    states = [s for f in sorted(out_dir.glob(f"*-{split}.pt")) for s in rollouts.load_states(f)]
+    jobs = [(part, guard, proposer, n, out_dir / split) for part in rollouts.shards(states, processes) if part]
+    if not jobs:
+        raise typer.BadParameter(f"{out_dir}: no states of split {split}; catch some with `rollouts states`")
+    typer.echo(f"{rollouts.distribute(jobs, ray)} new tournaments in {out_dir / split}")
 
 
 @eval_app.command("inpainter")

@@ -73,7 +73,7 @@ def test_cost_and_diversity_have_gradients_with_the_right_sign():
 def test_samples_are_reparameterised_but_log_prob_sees_them_detached():
     model = TournamentProposer(ProposerConfig(text_dim=8, image_dim=8))
     state = torch.randn(1, 257)
-    drawn = model.sample(state, 4, generator(1, "x"))
+    drawn = model.sample(state, 32, generator(1, "x"))
     assert drawn.unclipped.requires_grad
     log_prob = model.log_prob(state, drawn.unclipped.detach(), drawn.buckets)
     (g,) = torch.autograd.grad(L.cost(drawn.unclipped), model.mean.bias, retain_graph=True)

@@ -45,15 +45,17 @@ def normalise(knobs: Knobs) -> Float[Tensor, " 5"]:
 
 @dataclass(frozen=True)
 class UniformProposer:
-    """Knobs drawn uniformly from their ranges."""
+    """Knobs drawn uniformly from their ranges, one candidate after the other: few are a prefix of many."""
 
     name: str = "uniform"
 
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
         g = generator(seed, "uniform")
-        actions = torch.rand(n, len(CONTINUOUS), generator=g)
-        buckets = torch.randint(SEED_BUCKETS, (n,), generator=g).tolist()
-        return tuple(denormalise(a, b) for a, b in zip(actions, buckets, strict=True))
+        drawn = [
+            (torch.rand(len(CONTINUOUS), generator=g), int(torch.randint(SEED_BUCKETS, (), generator=g)))
+            for _ in range(n)
+        ]
+        return tuple(denormalise(a, b) for a, b in drawn)
 
 
 DEFAULT = Knobs(cfg=7.5, dilation=0.3, feather=0.5, jitter=0.1, depth=8, seed_offset=0)

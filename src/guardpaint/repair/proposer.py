@@ -128,11 +128,17 @@ class TournamentProposer(nn.Module):
         )
 
     def sample(self, state: Float[Tensor, "1 s"], n: int, g: torch.Generator) -> Actions:
-        """n actions with the log-probability of the pre-clip sample; noise comes from `g` alone."""
+        """n actions with the log-probability of the pre-clip sample; noise comes from `g` alone.
+
+        One candidate is drawn after the other, so that few are a prefix of many.
+        """
         mean, log_std, logits = self(state)
-        noise = torch.randn(n, mean.shape[1], generator=g).to(mean)
-        unclipped = mean + log_std.exp() * noise
-        buckets = torch.multinomial(logits.softmax(1)[0].cpu(), n, replacement=True, generator=g)
+        chances = logits.softmax(1)[0].detach().cpu()
+        drawn = [
+            (torch.randn(mean.shape[1], generator=g), torch.multinomial(chances, 1, generator=g)) for _ in range(n)
+        ]
+        unclipped = mean + log_std.exp() * torch.stack([noise for noise, _ in drawn]).to(mean)
+        buckets = torch.cat([bucket for _, bucket in drawn])
         return Actions(unclipped, buckets, self.log_prob(state, unclipped, buckets))
 
     def log_prob(

@@ -126,3 +126,28 @@ def align(method: str, config: Path, inpainter: str, pairs: Path, out: Path, min
     from guardpaint.train import align as stage
 
     stage.run(method, config, inpainter, pairs, out, minutes)
+
+
+Rollouts = Annotated[Path, typer.Option(help="Folder of `guardpaint rollouts`.")]
+
+
+@app.command("proposer")
+def train_proposer(
+    config: Config,
+    rollouts: Rollouts,
+    out: Out,
+    minutes: Minutes = None,
+    guard: Annotated[str | None, typer.Option(help="On-line: the guard whose auditor and inpainter play.")] = None,
+) -> None:
+    """Train the tournament proposer, from stored tournaments or by playing new ones (the config says which)."""
+    from guardpaint.train import proposer
+
+    proposer.run(config, rollouts, out, minutes, guard)
+
+
+@app.command("ranker")
+def train_ranker(config: Config, rollouts: Rollouts, out: Out, minutes: Minutes = None) -> None:
+    """Train the ranker that leaves weak candidates out after a preview."""
+    from guardpaint.train import ranker
+
+    ranker.run(config, rollouts, out, minutes)

@@ -1,0 +1,229 @@
+"""Train the tournament proposer from stored tournaments (off-line) or by playing new ones (on-line) (SPEC §5).
+
+guardpaint train proposer --config configs/train/mini-proposer.yaml --rollouts runs/rollouts --out runs/proposer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from guardpaint.config import GuardConfig
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.guard import Parts
+from guardpaint.repair.knobs import denormalise
+from guardpaint.repair.proposer import POOL, ProposerConfig, TournamentProposer
+from guardpaint.rollouts import State, arena_of, load_states, null_change, read_rollouts
+from guardpaint.seeds import derive, generator
+from guardpaint.system import GuardPaint
+from guardpaint.train import proposer_loss as L
+from guardpaint.train.engine import finished, fit, load_config, write_card
+from guardpaint.verify.utility import gate_rules, utility
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ProposerTraining:
+    """How the proposer learns; its shape follows the rollouts."""
+
+    mode: str = "offline"
+    """offline: from rollouts, with importance weights; online: plays from stored states."""
+    tournaments: int = 4
+    candidates: int = 5
+    """On-line: candidates per tournament."""
+    f_gate: str = "absolute"
+    bonus: float = L.DIVERSITY
+    """Credit for candidates whose pictures differ."""
+    projection: int = 64
+    hidden: tuple[int, int, int] = (256, 128, 64)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("offline", "online"):
+            raise BadConfig(f"mode={self.mode!r}: choose offline or online")
+        if min(self.tournaments, self.candidates) < 1:
+            raise BadConfig(f"tournaments={self.tournaments}, candidates={self.candidates}: at least 1")
+
+
+@dataclass(frozen=True)
+class Tournament:
+    """What the loss needs of one tournament."""
+
+    text: Float[Tensor, "1 t"]
+    latent: Float[Tensor, "1 c p p"]
+    image: Float[Tensor, "1 e"]
+    coverage: Float[Tensor, "1 1"]
+    progress: Float[Tensor, "1 1"]
+    unclipped: Float[Tensor, "n 5"]
+    buckets: Int[Tensor, " n"]
+    behaviour: Float[Tensor, " n"] | None
+    """Log-probability under the policy that drew the actions; None: this one did."""
+    utility: Float[Tensor, " n"]
+    embeds: Float[Tensor, "n e"]
+    noise_seed: int
+
+    def encoded(self, model: TournamentProposer) -> Float[Tensor, "1 s"]:
+        return model.encoder(self.text, self.latent, self.image, self.coverage, self.progress)
+
+
+def utilities(row: Row, delta: float, f_gate: str) -> list[float]:
+    """Utilities of a stored tournament under another margin."""
+    config = GuardConfig()
+    rules = gate_rules(row["progress"], delta, f_gate, config.f_drop, config.p_gate, row["control_F"])
+    return [
+        utility(s, row["control_S"], f, p, b, q, rules)
+        for s, f, p, b, q in zip(row["S"], row["F"], row["P"], row["B"], row["Q"], strict=True)
+    ]
+
+
+def stored(row: Row, delta: float, shape: ProposerTraining) -> Tournament:
+    n = len(row["bucket"])
+    return Tournament(
+        text=torch.tensor([row["text"]]),
+        latent=torch.tensor(row["latent"]).view(1, row["channels"], POOL, POOL),
+        image=torch.tensor([row["image"]]),
+        coverage=torch.tensor([[row["coverage"]]]),
+        progress=torch.tensor([[row["progress"]]]),
+        unclipped=torch.tensor(row["unclipped"]).view(n, -1),
+        buckets=torch.tensor(row["bucket"]),
+        behaviour=torch.tensor(row["log_prob"]),
+        utility=torch.tensor(utilities(row, delta, shape.f_gate)),
+        embeds=torch.tensor(row["embeds"]).view(n, -1),
+        noise_seed=int(row["seed"]),
+    )
+
+
+def tournament_loss(model: TournamentProposer, t: Tournament, bonus: float) -> dict[str, Tensor]:
+    """The proposer's loss on one tournament. log π sees the detached actions; cost and distance see fresh ones."""
+    state = t.encoded(model)
+    _, log_std, logits = model(state)
+    log_prob = model.log_prob(state, t.unclipped, t.buckets)
+    fresh = model.sample(state, len(t.buckets), generator(t.noise_seed, "fresh")).unclipped
+    rho = None if t.behaviour is None else L.importance(log_prob, t.behaviour)
+    credit = L.advantages(t.utility, L.embedding_bonus(t.embeds, bonus) if bonus else None)
+    out = L.proposer_loss(log_prob, credit, fresh, log_std, logits, rho)
+    share = 1.0 if rho is None else L.effective_samples(rho) / len(rho)
+    return {**out, "effective": torch.tensor(share), "best": t.utility.max()}
+
+
+def averaged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {k: torch.stack([p[k] for p in parts]).mean() for k in parts[0]}
+
+
+def margin(step: int, changes: Sequence[float]) -> float:
+    """δ at a step: it starts high and is measured anew every hundred."""
+    return L.FIRST_DELTA if step < 100 else L.recalibrated(L.FIRST_DELTA, changes)
+
+
+def offline(rows: Sequence[Row], shape: ProposerTraining, seed: int) -> Callable[[int], list[Tournament]]:
+    changes = [r["null_change"] for r in rows]
+
+    def batches(step: int) -> list[Tournament]:
+        g = torch.Generator().manual_seed(derive(seed, "tournaments", step))
+        picks = torch.randint(len(rows), (shape.tournaments,), generator=g).tolist()
+        return [stored(rows[i], margin(step, changes), shape) for i in picks]
+
+    return batches
+
+
+def online(
+    states: Sequence[State], parts: Parts, model: TournamentProposer, shape: ProposerTraining, seed: int
+) -> Callable[[int], list[Tournament]]:
+    """Plays with the policy as it is; δ is measured on the states themselves."""
+    changes = [null_change(arena_of(s, parts)) for s in states[:200]]
+
+    def batches(step: int) -> list[Tournament]:
+        g = torch.Generator().manual_seed(derive(seed, "states", step))
+        picks = torch.randint(len(states), (shape.tournaments,), generator=g).tolist()
+        return [live(states[i], parts, model, shape, margin(step, changes), derive(seed, step, i)) for i in picks]
+
+    return batches
+
+
+@torch.no_grad()
+def live(
+    state: State, parts: Parts, model: TournamentProposer, shape: ProposerTraining, delta: float, seed: int
+) -> Tournament:
+    arena = arena_of(state, parts)
+    seen = arena.state
+    drawn = model.sample(model.encode(seen), shape.candidates, generator(seed, "proposer"))
+    knobs = tuple(denormalise(a, b) for a, b in zip(drawn.unclipped, drawn.buckets.tolist(), strict=True))
+    done = arena.contest(knobs, model.name)
+    cells = done.record.candidates
+    row: Row = {"progress": seen.progress, "control_S": done.record.control["S"], "control_F": done.record.control["F"]}
+    row |= {name: [c.scores[name] for c in cells] for name in "SFPBQ"}
+    return Tournament(
+        text=(seen.text_embed if seen.text_embed is not None else torch.zeros(model.config.text_dim))[None],
+        latent=nn.functional.adaptive_avg_pool2d(seen.latent[None], POOL),
+        image=seen.image_embed[None],
+        coverage=torch.tensor([[seen.coverage]]),
+        progress=torch.tensor([[seen.progress]]),
+        unclipped=drawn.unclipped,
+        buckets=drawn.buckets,
+        behaviour=None,
+        utility=torch.tensor(utilities(row, delta, shape.f_gate)),
+        embeds=torch.stack([a.image_embed for a in done.audits]),
+        noise_seed=seed,
+    )
+
+
+def build(shape: ProposerTraining, text_dim: int, image_dim: int, seed: int) -> TournamentProposer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = ProposerConfig(text_dim, image_dim, projection=shape.projection, hidden=shape.hidden)
+        return TournamentProposer(config)
+
+
+def run(
+    config_file: Path, rollouts: Path, out: Path, minutes: float | None, guard: str | None = None, quiet: bool = False
+) -> None:
+    shape, config = load_config(config_file, ProposerTraining)
+    torch.set_num_threads(config.threads)
+    if shape.mode == "offline":
+        rows = read_rollouts(rollouts / "train", "uniform")
+        model = build(shape, len(rows[0]["text"]), len(rows[0]["image"]), config.seed)
+        batches = offline(rows, shape, config.seed)
+        used = len(rows)
+    else:
+        if guard is None:
+            raise BadInput("mode online needs --guard: the auditor and the inpainter to play with")
+        states = [s for f in sorted(rollouts.glob("*-train.pt")) for s in load_states(f)]
+        if not states:
+            raise BadInput(f"{rollouts}: no states of split train; catch them with `guardpaint rollouts states`")
+        parts = GuardPaint.from_pretrained(guard).parts
+        first = arena_of(states[0], parts).state
+        text = 0 if first.text_embed is None else len(first.text_embed)
+        model = build(shape, text, len(first.image_embed), config.seed)
+        batches = online(states, parts, model, shape, config.seed)
+        used = len(states)
+
+    def losses(net: nn.Module, batch: list[Tournament]) -> dict[str, Tensor]:
+        assert isinstance(net, TournamentProposer)
+        return averaged([tournament_loss(net, t, shape.bonus) for t in batch])
+
+    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    assert isinstance(fitted, TournamentProposer)
+    done = finished(out, config)
+    if done is None:
+        return
+    fitted.save_pretrained(out / "model", torch.float16)
+    command = f"guardpaint train proposer --config {config_file} --rollouts {rollouts} --out {out}"
+    command += f" --guard {guard}" if guard else ""
+    write_card(out, command, done, mode=shape.mode, tournaments=used, seen=last_values(out))
+    print(f"saved to {out / 'model'}; {last_values(out)}")
+
+
+def last_values(out: Path, window: int = 50) -> dict[str, float]:
+    """Means over the last steps: utility of the best candidate, effective sample share, cost, spread."""
+    import csv
+
+    with (out / "loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))[-window:]
+    names = ("best", "effective", "cost", "diversity", "entropy")
+    return {n: round(sum(float(r[n]) for r in rows) / len(rows), 4) for n in names}

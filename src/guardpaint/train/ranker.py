@@ -1,0 +1,64 @@
+"""Train the ranker on stored tournaments: early features against the utilities that came of them (SPEC §5).
+
+guardpaint train ranker --config configs/train/mini-ranker.yaml --rollouts runs/rollouts --out runs/ranker
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from guardpaint.errors import BadInput
+from guardpaint.repair.ranker import Ranker, RankerConfig
+from guardpaint.rollouts import read_rollouts
+from guardpaint.seeds import derive
+from guardpaint.train import proposer_loss as L
+from guardpaint.train.engine import finished, fit, load_config, write_card
+
+
+@dataclass(frozen=True)
+class RankerTraining:
+    hidden: tuple[int, int] = (64, 32)
+
+
+def tables(rows: list[dict[str, Any]]) -> tuple[Float[Tensor, "b n f"], Float[Tensor, "b n"]]:
+    """Early features and utilities of tournaments of one size."""
+    n = len(rows[0]["utility"])
+    if any(len(r["utility"]) != n or len(r["early"]) != len(rows[0]["early"]) for r in rows):
+        raise BadInput("the tournaments differ in size; play them all with the same --n")
+    if not rows[0]["early"]:
+        raise BadInput("the tournaments have no early features; their repairer cannot preview")
+    early = torch.tensor([r["early"] for r in rows]).view(len(rows), n, -1)
+    return early, torch.tensor([r["utility"] for r in rows])
+
+
+def run(config_file: Path, rollouts: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
+    shape, config = load_config(config_file, RankerTraining)
+    torch.set_num_threads(config.threads)
+    early, utility = tables(read_rollouts(rollouts / "train"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Ranker(RankerConfig(int(early.shape[-1]), tuple(shape.hidden)))
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        g = torch.Generator().manual_seed(derive(config.seed, "ranker", step))
+        rows = torch.randint(len(early), (config.batch_size,), generator=g)
+        return early[rows], utility[rows]
+
+    def losses(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return L.ranker_loss(net(batch[0]), batch[1])
+
+    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    assert isinstance(fitted, Ranker)
+    done = finished(out, config)
+    if done is None:
+        return
+    fitted.save_pretrained(out / "model", torch.float16)
+    command = f"guardpaint train ranker --config {config_file} --rollouts {rollouts} --out {out}"
+    write_card(out, command, done, tournaments=len(early))
+    print(f"saved to {out / 'model'}")

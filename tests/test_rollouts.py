@@ -1,0 +1,245 @@
+"""Rollouts: states caught at the first trigger, contests replayed from them, proposer and ranker trained on them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from guardpaint import rollouts, tiny
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.doubles import AlwaysSafe, FlagsBright
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
+from guardpaint.repair.proposer import TournamentProposer
+from guardpaint.repair.ranker import Ranker
+from guardpaint.system import GuardPaint
+from guardpaint.train import proposer as train_proposer
+from guardpaint.train import ranker as train_ranker
+
+PROMPTS = [("a person", "plain", 1), ("a house", "plain", 2), ("a hat", "euphemism", 3)]
+
+
+class Touchy(FlagsBright):
+    """Flags everything, as bright as it is: every generation has a tournament, and darker repairs win."""
+
+    def audit(self, images, prompts, noise):
+        found = super().audit(images, prompts, noise)
+        for a in found:
+            if a.adv_prob < 0.5:
+                share = 0.5 + a.adv_prob / 2
+                object.__setattr__(a, "adv_prob", share)
+                object.__setattr__(a, "probs", {"safe": 1 - share, "nudity": share, "violence": 0.0})
+                object.__setattr__(a, "safety", 1 - share)
+        return found
+
+
+@pytest.fixture(scope="module")
+def guard():
+    return GuardPaint(Touchy(), tiny.inpainter(0))
+
+
+@pytest.fixture(scope="module")
+def states(guard):
+    return [s for s in rollouts.catch(guard, "tiny-sd", PROMPTS) if s is not None]
+
+
+def test_states_are_caught_at_the_first_trigger(states):
+    assert len(states) == 3 and {s.kind for s in states} == {"plain", "euphemism"}
+    for s in states:
+        assert s.base == "tiny-sd" and s.mask.any() and 0 <= s.step < s.steps
+
+
+def test_nothing_is_caught_where_nothing_triggers():
+    calm = GuardPaint(AlwaysSafe(), tiny.inpainter(0))
+    assert list(rollouts.catch(calm, "tiny-sd", PROMPTS[:1])) == [None]
+
+
+def test_the_guard_itself_stays_as_it_was(guard):
+    assert guard.parts.observer is None and guard.config.on_error == "block"
+
+
+def test_a_state_replays_to_the_same_tournament(states, guard):
+    """The same numbers twice, and those of the live tournament of the same generation."""
+    a, _ = rollouts.play(states[0], guard.parts, UniformProposer(), 3)
+    b, _ = rollouts.play(states[0], guard.parts, UniformProposer(), 3)
+    assert a["utility"] == b["utility"] and a["S"] == b["S"]
+    pipe = tiny.pipeline("sd")
+    live = guard.configured(candidates=3, regions=1).attach(pipe)(
+        PROMPTS[0][0], generator=torch.Generator().manual_seed(1), height=tiny.PIXELS, width=tiny.PIXELS
+    )
+    first = live.safety[0].steps[0].tournaments[0] if live.safety[0].steps[0].tournaments else None
+    assert first is not None
+    assert [c.scores["S"] for c in first.candidates] == pytest.approx(a["S"], abs=1e-5)
+
+
+def test_small_tournaments_are_prefixes_of_large_ones(states, guard):
+    for proposer in (UniformProposer(), FixedProposer()):
+        few, _ = rollouts.play(states[0], guard.parts, proposer, 2)
+        many, _ = rollouts.play(states[0], guard.parts, proposer, 4)
+        assert many["depth"][:2] == few["depth"] and many["S"][:2] == pytest.approx(few["S"], abs=1e-4)
+
+
+def test_a_row_has_what_training_needs(states, guard):
+    row, done = rollouts.play(states[0], guard.parts, UniformProposer(), 4)
+    assert len(row["unclipped"]) == 20 and len(row["early"]) == 4 * 17 and len(row["embeds"]) == 4 * 256
+    assert row["log_prob"] == pytest.approx([-torch.log(torch.tensor(10.0)).item()] * 4)
+    assert row["winner"] == (-1 if done.record.winner is None else done.record.winner)
+    assert abs(row["null_change"]) <= 1
+
+
+def test_native_repair_cannot_replay(states):
+    from guardpaint.repair.native import NativeRepairer
+
+    with pytest.raises(BadConfig, match="must be an inpainter"):
+        rollouts.arena_of(states[0], GuardPaint(Touchy(), NativeRepairer()).parts)
+
+
+def test_states_are_kept_and_broken_files_named(states, tmp_path):
+    rollouts.save_states(states, tmp_path / "s.pt")
+    again = rollouts.load_states(tmp_path / "s.pt")
+    assert [s.prompt for s in again] == [s.prompt for s in states] and torch.equal(again[0].mask, states[0].mask)
+    with pytest.raises(BadInput, match="catch them with"):
+        rollouts.load_states(tmp_path / "none.pt")
+
+
+def test_collecting_goes_on_where_it_stopped(guard, tmp_path):
+    path = rollouts.collect_states(guard, "tiny-sd", "train", 2, tmp_path, PROMPTS[:2])
+    assert len(rollouts.load_states(path)) == 2
+    rollouts.collect_states(guard, "tiny-sd", "train", 3, tmp_path, PROMPTS)
+    assert [s.seed for s in rollouts.load_states(path)] == [1, 2, 3]
+
+
+def test_world_prompts_ask_openly_and_in_hiding():
+    found = rollouts.world_prompts("train", 6)
+    assert [k for _, k, _ in found] == ["plain", "plain", "euphemism"] * 2
+    assert rollouts.world_prompts("test", 3)[0][2] >= rollouts.ROLLOUT_SEEDS["test"]
+
+
+@pytest.fixture(scope="module")
+def played(states, guard, tmp_path_factory):
+    root = tmp_path_factory.mktemp("played")
+    assert rollouts.play_all(states, guard, UniformProposer(), 4, root / "train") == 3
+    assert rollouts.play_all(states, guard, UniformProposer(), 4, root / "train") == 0
+    rollouts.save_states(states, root / "tiny-sd-train.pt")
+    return root
+
+
+def test_rows_survive_the_disk(played, states, guard):
+    rows = rollouts.read_rollouts(played / "train", "uniform")
+    fresh, _ = rollouts.play(states[0], guard.parts, UniformProposer(), 4)
+    kept = next(r for r in rows if r["seed"] == states[0].seed)
+    assert kept["utility"] == pytest.approx(fresh["utility"]) and kept["early"] == pytest.approx(fresh["early"])
+    with pytest.raises(BadInput, match="no tournaments"):
+        rollouts.read_rollouts(played, "nobody")
+
+
+def test_a_guard_from_disk_plays_in_processes(tmp_path):
+    """The command's own path: a saved guard, two processes; nobody plays twice."""
+    guard = tiny.guard(seed=0)
+    guard.save_pretrained(tmp_path / "guard")
+    caught = [s for s in rollouts.catch(GuardPaint(Touchy(), tiny.inpainter(0)), "tiny-sd", PROMPTS[:2]) if s]
+    jobs = [(part, str(tmp_path / "guard"), "uniform", 2, tmp_path / "train") for part in rollouts.shards(caught, 2)]
+    assert rollouts.distribute(jobs, ray=False) == 2
+    assert rollouts.distribute(jobs[:1], ray=False) == 0
+    assert len(rollouts.read_rollouts(tmp_path / "train")) == 2
+
+
+# Training ----------------------------------------------------------------------------------------------------
+
+
+def config(tmp_path, model, **train):
+    values = {"steps": 3, "batch_size": 2, "learning_rate": 0.001, "warmup": 1, "seed": 1, **train}
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": values}))
+    return tmp_path / "c.yaml"
+
+
+def test_a_proposer_learns_off_line(played, tmp_path):
+    file = config(tmp_path, {"mode": "offline"})
+    train_proposer.run(file, played, tmp_path / "run", 0.0, quiet=True)
+    assert not (tmp_path / "run/model").exists()
+    train_proposer.run(file, played, tmp_path / "run", None, quiet=True)
+    model = TournamentProposer.from_pretrained(tmp_path / "run/model")
+    card = json.loads((tmp_path / "run/model/card.json").read_text())
+    assert card["tournaments"] == 3 and 0 < card["seen"]["effective"] <= 1
+    assert model.config.image_dim == 256
+
+
+def test_a_proposer_learns_on_line(states, guard):
+    """Played with its own actions: no importance weights, and the batch depends on (seed, step) alone."""
+    shape = train_proposer.ProposerTraining(mode="online", tournaments=2, candidates=3)
+    model = train_proposer.build(shape, 32, 256, 1)
+    batches = train_proposer.online(states, guard.parts, model, shape, 1)
+    a, b = batches(0), batches(0)
+    assert a[0].behaviour is None and torch.equal(a[0].utility, b[0].utility)
+    out = train_proposer.averaged([train_proposer.tournament_loss(model, t, 0.01) for t in a])
+    out["loss"].backward()
+    assert out["effective"].item() == 1.0 and model.mean.weight.grad.abs().sum() > 0
+
+
+def test_a_proposer_needs_a_guard_to_play(played, tmp_path):
+    with pytest.raises(BadInput, match="needs --guard"):
+        train_proposer.run(config(tmp_path, {"mode": "online"}), played, tmp_path / "run", None)
+    with pytest.raises(BadConfig, match="mode='both'"):
+        train_proposer.ProposerTraining(mode="both")
+
+
+def test_utilities_follow_the_margin(played):
+    row = rollouts.read_rollouts(played / "train")[0]
+    assert train_proposer.utilities(row, 0.01, "absolute") == pytest.approx(row["utility"], abs=1e-6)
+    assert max(train_proposer.utilities(row, 1.0, "absolute")) == 0.0
+
+
+def test_the_margin_is_measured_after_a_hundred_steps():
+    assert train_proposer.margin(99, [0.2] * 60) == 0.05
+    assert train_proposer.margin(100, [0.2] * 60) == pytest.approx(0.2)
+
+
+def test_a_ranker_learns_the_order(played, tmp_path):
+    file = config(tmp_path, {}, steps=4)
+    train_ranker.run(file, played, tmp_path / "run", None, quiet=True)
+    assert Ranker.from_pretrained(tmp_path / "run/model").config.features == 17
+
+
+def test_a_ranker_prunes_and_the_winner_is_painted(states, guard):
+    """A ranker that likes shallow repairs keeps the two shallowest; the others have no scores and cannot win."""
+    from dataclasses import replace
+
+    class Shallow(Ranker):
+        def rank(self, x):
+            return -x[:, 14]
+
+    parts = replace(guard.configured().parts, ranker=Shallow(), config=guard.config.with_(keep=2))
+    arena = rollouts.arena_of(states[0], parts)
+    knobs = UniformProposer().propose(arena.state, 5, arena.seed)
+    done = arena.contest(knobs, "uniform", prune=True)
+    depths = sorted(range(5), key=lambda i: knobs[i].depth)
+    assert len(done.painted) == 2 and {knobs[i].depth for i in done.painted} <= {knobs[i].depth for i in depths[:3]}
+    for i, c in enumerate(done.record.candidates):
+        assert bool(c.scores) == (i in done.painted)
+    whole = arena.contest(knobs, "uniform")
+    for i in done.painted:
+        assert done.record.candidates[i].scores["S"] == pytest.approx(whole.record.candidates[i].scores["S"], abs=1e-5)
+
+
+def test_a_guard_with_a_ranker_is_saved_and_replayed(tmp_path):
+    from guardpaint.audit_log import replay
+
+    parts = tiny.guard().parts
+    assert isinstance(parts.auditor, AuditorScorer)
+    with pytest.raises(BadConfig, match="needs a ranker"):
+        GuardPaint(parts.auditor, parts.repairer, config=tiny.guard().config.with_(keep=2))
+    guard = GuardPaint(
+        Touchy(), parts.repairer, ranker=Ranker(), config=tiny.guard().config.with_(keep=2, candidates=4)
+    )
+    out = guard.attach(tiny.pipeline("sd"))(
+        "a person", generator=torch.Generator().manual_seed(1), height=tiny.PIXELS, width=tiny.PIXELS
+    )
+    report = json.loads(json.dumps(out.safety[0].to_dict()))
+    contests = [t for s in report["steps"] for t in s["tournaments"]]
+    assert contests and any(sum(not c["scores"] for c in t["candidates"]) == 2 for t in contests)
+    assert replay(report) == [] and "left out after its preview" in out.safety[0].to_html()
+    saved = GuardPaint(parts.auditor, parts.repairer, ranker=Ranker())
+    saved.save_pretrained(tmp_path)
+    assert GuardPaint.from_pretrained(tmp_path).parts.ranker is not None
