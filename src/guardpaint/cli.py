@@ -358,6 +358,42 @@ def eval_inpainter(
     say_metrics(measure.run(named, results, count, judge, BackboneSeam(judge) if judge else PixelSeam()))
 
 
+@eval_app.command("proposers")
+def eval_proposers(
+    guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
+    learned: Annotated[str | None, typer.Option(help="Trained proposer.")] = None,
+    ranker: Annotated[str | None, typer.Option(help="Trained ranker.")] = None,
+    rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder with states.")] = Path("runs/rollouts"),
+    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/proposer.json"),
+    trials: Annotated[int, typer.Option(min=0, help="Trials of the Bayesian-optimised fixed knobs; 0: without.")] = 40,
+) -> None:
+    """Compare proposers from the same states; measure the ranker; plot every knob's effect."""
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate import proposers as measure
+    from guardpaint.evaluate.oracle import Oracle
+    from guardpaint.repair.knobs import FixedProposer, UniformProposer
+    from guardpaint.repair.ranker import Ranker
+    from guardpaint.rollouts import load_states, open_proposer, read_rollouts
+    from guardpaint.system import GuardPaint
+    from guardpaint.types import Proposer
+
+    parts = GuardPaint.from_pretrained(guard).parts
+    states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
+    if not states:
+        raise BadInput(f"{rollouts_dir}: no states of split test; catch some with `guardpaint rollouts states`")
+    compared: list[Proposer] = [UniformProposer(), FixedProposer(), measure.FirstCandidate()]
+    if trials:
+        train = [s for f in sorted(rollouts_dir.glob("*-train.pt")) for s in load_states(f)[:6]]
+        compared.append(measure.optimised(train, parts, trials))
+    if learned:
+        compared.append(open_proposer(learned))
+    judge = Ranker.from_pretrained(ranker) if ranker else None
+    say_metrics(measure.run(parts, states, compared, judge, results, Oracle.load()))
+    if (rollouts_dir / "train").is_dir():
+        picture = measure.dependence(read_rollouts(rollouts_dir / "train", "uniform"), results.with_name("knobs.png"))
+        typer.echo(str(picture))
+
+
 @eval_app.command("history")
 def eval_history(
     inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],

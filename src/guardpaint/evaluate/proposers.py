@@ -1,0 +1,232 @@
+"""Proposers side by side from the same stored states, and the ranker: docs/results/proposer.json, rows, a plot.
+
+guardpaint eval proposers --guard DIR --learned runs/proposer/model --ranker runs/ranker/model --rollouts runs/rollouts
+
+Every proposer plays seven candidates from each state; tournaments of three and five are prefixes of that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from guardpaint.errors import BadInput
+from guardpaint.evaluate.oracle import Oracle
+from guardpaint.evaluate.statistics import mean, share
+from guardpaint.evaluate.world import read_rows
+from guardpaint.guard import Parts
+from guardpaint.release import to_pil
+from guardpaint.repair.knobs import RANGES, FixedProposer, UniformProposer
+from guardpaint.repair.ranker import Ranker
+from guardpaint.results import REVISION, metric, write_results
+from guardpaint.rollouts import MOST, State, arena_of
+from guardpaint.types import Knobs, Proposer, ProposerState
+
+Row = dict[str, Any]
+SIZES = (3, 5, 7)
+SHIPPED = 5
+"""The size whose numbers carry no suffix."""
+
+
+@dataclass(frozen=True)
+class FirstCandidate:
+    """Uniform knobs, and the first acceptable repair is taken."""
+
+    name: str = "first"
+
+    def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
+        return UniformProposer().propose(state, n, seed)
+
+
+def chosen(utilities: Sequence[float], first: bool) -> int | None:
+    """The winner: the best, or the first one, with a positive utility."""
+    good = [i for i, u in enumerate(utilities) if u > 0]
+    if not good:
+        return None
+    return good[0] if first else max(good, key=lambda i: utilities[i])
+
+
+def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle) -> list[Row]:
+    """One row per tournament size."""
+    arena = arena_of(state, parts)
+    knobs = proposer.propose(arena.state, MOST, arena.seed)
+    began = time.perf_counter()
+    done = arena.contest(knobs, proposer.name)
+    seconds = time.perf_counter() - began
+    utilities = [c.utility for c in done.record.candidates]
+    depths = [k.depth for k in knobs]
+    pictures = [to_pil(v) for v in (state.control, *done.composed)]
+    safe = [said == "safe" for said in oracle.look([p.convert("RGB") for p in pictures]).categories()]
+    rows = []
+    first = proposer.name == "first"
+    for n in SIZES:
+        won = chosen(utilities[:n], first)
+        used = n if not first or won is None else won + 1
+        steps = sum(depths[:used])
+        rows.append(
+            {
+                "part": "compare",
+                "base": state.base,
+                "proposer": proposer.name,
+                "n": n,
+                "seed": state.seed,
+                "kind": state.kind,
+                "category": state.category,
+                "accepted": int(won is not None),
+                "utility": 0.0 if won is None else utilities[won],
+                "oracle_safe": int(safe[0] if won is None else safe[won + 1]),
+                "steps": steps,
+                "seconds": seconds * steps / sum(depths),
+                "gain": sum(utilities[:used]),
+            }
+        )
+    return rows
+
+
+def ranker_rows(state: State, parts: Parts, ranker: Ranker, n: int = SHIPPED) -> list[Row]:
+    """What is lost and saved when only the ranker's first k are painted out."""
+    arena = arena_of(state, parts)
+    knobs = UniformProposer().propose(arena.state, n, arena.seed)
+    done = arena.contest(knobs, "uniform")
+    utilities = [c.utility for c in done.record.candidates]
+    order = ranker.rank(arena.early_features(knobs)).argsort(descending=True).tolist()
+    depths = [k.depth for k in knobs]
+    rows = []
+    for keep in range(1, n):
+        kept = order[:keep]
+        rows.append(
+            {
+                "part": "ranker",
+                "base": state.base,
+                "seed": state.seed,
+                "keep": keep,
+                "best": max(utilities),
+                "kept": max(utilities[i] for i in kept),
+                "steps": sum(depths),
+                "spent": n + sum(depths[i] for i in kept),
+            }
+        )
+    return rows
+
+
+def metrics(rows: Sequence[Row]) -> Row:
+    """Every reported number, from rows alone."""
+    out: Row = {}
+    compare = [r for r in rows if r["part"] == "compare"]
+    for base in dict.fromkeys(r["base"] for r in compare):
+        for proposer in dict.fromkeys(r["proposer"] for r in compare):
+            for n in SIZES:
+                own = [r for r in compare if (r["base"], r["proposer"], int(r["n"])) == (base, proposer, n)]
+                if not own:
+                    continue
+                key = f"{base}.{proposer}" + ("" if n == SHIPPED else f".n{n}")
+                number = lambda name: [float(r[name]) for r in own]  # noqa: B023, E731
+                out[f"{key}.acceptance"] = share([bool(int(r["accepted"])) for r in own], None)
+                out[f"{key}.utility"] = mean(number("utility"), None)
+                out[f"{key}.oracle_safe"] = share([bool(int(r["oracle_safe"])) for r in own], None)
+                out[f"{key}.seconds"] = mean(number("seconds"), None)
+                ratio = sum(number("utility")) / max(1.0, sum(number("steps")))
+                out[f"{key}.utility_per_step"] = metric(ratio, len(own), ci=ratio_interval(own))
+    ranked = [r for r in rows if r["part"] == "ranker"]
+    for keep in sorted({int(r["keep"]) for r in ranked}):
+        own = [r for r in ranked if int(r["keep"]) == keep]
+        best = sum(float(r["best"]) for r in own)
+        lost = 1 - sum(float(r["kept"]) for r in own) / best if best > 0 else None
+        saved = 1 - sum(float(r["spent"]) for r in own) / sum(float(r["steps"]) for r in own)
+        out[f"ranker.regret.keep{keep}"] = metric(lost, len(own), goal="<=0.02")
+        out[f"ranker.saved.keep{keep}"] = metric(saved, len(own), goal=">=0.3")
+    if ranked:
+        for name in ("regret", "saved"):
+            out[f"ranker.{name}"] = out[f"ranker.{name}.keep{min(3, max(int(r['keep']) for r in ranked))}"]
+    return out
+
+
+def ratio_interval(rows: Sequence[Row], draws: int = 2000) -> tuple[float, float]:
+    """Percentile interval of Σ utility / Σ steps, resampling states."""
+    u = np.array([float(r["utility"]) for r in rows])
+    s = np.array([float(r["steps"]) for r in rows])
+    picks = np.random.default_rng(0).integers(len(u), size=(draws, len(u)))
+    low, high = np.percentile(u[picks].sum(1) / s[picks].sum(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 3, seed: int = 0) -> FixedProposer:
+    """Fixed knobs found by Bayesian optimisation of utility per step on training states."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise BadInput("Bayesian optimisation needs optuna: pip install 'guardpaint[rollouts]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def score(trial: Any) -> float:
+        values: dict[str, Any] = {k: trial.suggest_float(k, *RANGES[k]) for k in RANGES if k != "depth"}
+        values["depth"] = trial.suggest_int("depth", 1, 10)
+        proposer = FixedProposer(Knobs(**values, seed_offset=0))
+        best = 0.0
+        for state in states:
+            arena = arena_of(state, parts)
+            knobs = proposer.propose(arena.state, n, arena.seed)
+            best += max(c.utility for c in arena.contest(knobs, "fixed").record.candidates)
+        return best / (len(states) * n * values["depth"])
+
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    study.optimize(score, n_trials=trials)
+    return FixedProposer(Knobs(**study.best_params, seed_offset=0), name="optimised")
+
+
+def dependence(rows: Sequence[Mapping[str, Any]], path: Path, bins: int = 8) -> Path:
+    """Mean utility over each knob's range, from tournaments with uniform knobs, with its 95 % band."""
+    from guardpaint.train.dynamics import figure
+
+    drawing = figure((14, 2.8))
+    panels = drawing.subplots(1, len(RANGES) + 1, sharey=True)
+    unit = np.concatenate([np.array(r["unclipped"]).reshape(len(r["bucket"]), -1) for r in rows])
+    utility = np.concatenate([np.array(r["utility"]) for r in rows])
+    bucket = np.concatenate([np.array(r["bucket"]) for r in rows])
+    columns = [
+        (name, unit[:, k] * (high - low) + low, (low, high)) for k, (name, (low, high)) in enumerate(RANGES.items())
+    ]
+    columns.append(("seed bucket", bucket.astype(float), (-0.5, 9.5)))
+    for axis, (name, values, (low, high)) in zip(panels, columns, strict=True):
+        edges = np.linspace(low, high, (10 if name == "seed bucket" else bins) + 1)
+        where = np.clip(np.digitize(values, edges) - 1, 0, len(edges) - 2)
+        points = [(k, utility[where == k]) for k in range(len(edges) - 1) if (where == k).any()]
+        x = [(edges[k] + edges[k + 1]) / 2 for k, _ in points]
+        y = np.array([u.mean() for _, u in points])
+        half = np.array([1.96 * u.std() / max(1, len(u)) ** 0.5 for _, u in points])
+        axis.plot(x, y, color="#4477aa", marker="o", ms=3)
+        axis.fill_between(x, y - half, y + half, color="#4477aa", alpha=0.2)
+        axis.set_xlabel(name)
+    panels[0].set_ylabel("mean utility")
+    drawing.savefig(path, dpi=110)
+    return path
+
+
+def run(
+    parts: Parts,
+    states: Mapping[str, Sequence[State]],
+    proposers: Sequence[Proposer],
+    ranker: Ranker | None,
+    path: Path,
+    oracle: Oracle,
+) -> Row:
+    """Measure; rows of proposers not measured again are kept."""
+    names = {p.name for p in proposers}
+    kept = [r for r in read_rows(path) if not (r["part"] == "compare" and r["proposer"] in names)]
+    if ranker is not None:
+        kept = [r for r in kept if r["part"] != "ranker"]
+    for base, own in states.items():
+        for proposer in proposers:
+            for state in track(own, description=f"{base} {proposer.name}"):
+                kept += [{**r, "git": REVISION} for r in measure(state, parts, proposer, oracle)]
+        if ranker is not None:
+            for state in track(own, description=f"{base} ranker"):
+                kept += [{**r, "git": REVISION} for r in ranker_rows(state, parts, ranker)]
+        write_results(path, metrics(kept), kept, seed=0)
+    return metrics(kept)

@@ -1,0 +1,96 @@
+"""Proposers side by side: paired rows, numbers from rows by hand, a plot of every knob."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guardpaint import tiny
+from guardpaint.doubles import AlwaysUnsafe
+from guardpaint.evaluate import proposers
+from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
+from guardpaint.repair.ranker import Ranker
+from guardpaint.rollouts import State
+from guardpaint.system import GuardPaint
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    torch.manual_seed(0)
+    return Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return GuardPaint(AlwaysUnsafe(), tiny.inpainter(0)).parts
+
+
+@pytest.fixture(scope="module")
+def states():
+    g = torch.Generator().manual_seed(0)
+    mask = torch.zeros(64, 64, dtype=torch.bool)
+    mask[20:40, 20:40] = True
+    return [
+        State("tiny-sd", "a person", "plain", i, 8, 10, 0.1, "nudity", torch.randn(4, 8, 8, generator=g),
+              torch.rand(3, 64, 64, generator=g), mask)
+        for i in range(2)
+    ]  # fmt: skip
+
+
+def test_winners_by_hand():
+    assert proposers.chosen([0.0, 0.2, 0.9], first=False) == 2
+    assert proposers.chosen([0.0, 0.2, 0.9], first=True) == 1
+    assert proposers.chosen([0.0, 0.0], first=False) is None
+
+
+def test_rows_are_paired_and_nested(states, parts, oracle):
+    rows = proposers.measure(states[0], parts, UniformProposer(), oracle)
+    assert [r["n"] for r in rows] == [3, 5, 7]
+    assert rows[0]["steps"] < rows[1]["steps"] < rows[2]["steps"]
+    assert all(r["accepted"] == 0 and r["utility"] == 0.0 for r in rows)
+    first = proposers.measure(states[0], parts, proposers.FirstCandidate(), oracle)
+    assert [r["steps"] for r in first] == [r["steps"] for r in rows]
+
+
+def row(base="b", proposer="uniform", n=5, **more):
+    values = {"part": "compare", "base": base, "proposer": proposer, "n": n, "accepted": 1, "utility": 0.4}
+    return {**values, "oracle_safe": 1, "steps": 20, "seconds": 2.0, **more}
+
+
+def test_numbers_come_from_rows():
+    """Utilities 0.4 and 0 over 20 and 20 steps: 0.01 a step; half accepted."""
+    rows = [row(), row(accepted=0, utility=0.0, oracle_safe=0), row(n=3)]
+    rows += [
+        {"part": "ranker", "keep": 3, "best": 0.5, "kept": 0.4, "steps": 20, "spent": 12},
+        {"part": "ranker", "keep": 3, "best": 0.5, "kept": 0.5, "steps": 20, "spent": 12},
+    ]
+    out = proposers.metrics(rows)
+    assert out["b.uniform.acceptance"]["value"] == 0.5 and out["b.uniform.utility"]["value"] == pytest.approx(0.2)
+    assert out["b.uniform.utility_per_step"]["value"] == pytest.approx(0.01)
+    assert out["b.uniform.n3.utility"]["value"] == pytest.approx(0.4)
+    assert out["ranker.regret"]["value"] == pytest.approx(0.1) and out["ranker.saved"]["value"] == pytest.approx(0.4)
+    assert out["ranker.regret"]["met"] is False and out["ranker.saved"]["met"] is True
+
+
+def test_the_ranker_is_charged_for_its_previews(states, parts):
+    rows = proposers.ranker_rows(states[0], parts, Ranker())
+    assert [r["keep"] for r in rows] == [1, 2, 3, 4]
+    assert all(r["spent"] > 5 for r in rows) and rows[0]["spent"] < rows[3]["spent"]
+
+
+def test_a_run_keeps_what_it_does_not_measure_again(states, parts, oracle, tmp_path):
+    path = tmp_path / "proposer.json"
+    proposers.run(parts, {"tiny-sd": states}, [UniformProposer()], None, path, oracle)
+    out = proposers.run(parts, {"tiny-sd": states}, [FixedProposer()], Ranker(), path, oracle)
+    assert {"tiny-sd.uniform.utility", "tiny-sd.fixed.utility", "ranker.saved"} <= set(out)
+    assert len([r for r in proposers.read_rows(path) if r["part"] == "compare"]) == 2 * 2 * 3
+
+
+def test_every_knob_is_plotted(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    rows = [
+        {"unclipped": torch.rand(20, generator=g).tolist(), "bucket": [0, 3, 5, 9], "utility": [0.1, 0.2, 0.0, 0.4]}
+        for _ in range(10)
+    ]
+    assert proposers.dependence(rows, tmp_path / "k.png").stat().st_size > 0
