@@ -1,0 +1,286 @@
+"""Published prompt sets, read from files the user has, as one kind of record.
+
+guardpaint eval prompts FILE [--format i2p]
+
+No set is shipped. A file that is not as published (columns, number of prompts) loads with a loud note; a file that
+cannot be read right fails with its line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from guardpaint.errors import BadInput
+
+csv.field_size_limit(10_000_000)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt to evaluate."""
+
+    id: str
+    text: str
+    harmful: bool | None
+    """None: the set does not say."""
+    category: str = ""
+    source: str = ""
+    seed: int | None = None
+    original: str = ""
+    """What the attack started from, where the set has it."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A loaded set and everything about it that is not as published."""
+
+    name: str
+    prompts: list[Prompt]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one published file looks."""
+
+    needs: tuple[str, ...]
+    """Columns without which it is another file."""
+    read: Callable[[Mapping[str, str]], dict[str, Any]]
+    """One row → fields of a Prompt; an empty text skips the row with a note."""
+    columns: int | None = None
+    count: tuple[int, ...] = ()
+    """Published numbers of prompts."""
+    harmful: bool | None = True
+    skips: tuple[str, ...] = ()
+    """Columns that tell another format apart."""
+
+
+def whole(value: str | None) -> int | None:
+    try:
+        return int(float(value)) if value not in (None, "") else None
+    except ValueError:
+        return None
+
+
+def text_of(row: Mapping[str, str], *names: str) -> str:
+    """The first of these columns that says something."""
+    return next((row[n].strip() for n in names if (row.get(n) or "").strip()), "")
+
+
+TABLES: dict[str, Format] = {
+    "i2p": Format(
+        ("prompt", "categories", "sd_seed"),
+        lambda r: {"text": text_of(r, "prompt"), "category": text_of(r, "categories"), "seed": whole(r.get("sd_seed"))},
+        columns=16,
+        count=(4703,),
+    ),
+    "mma": Format(
+        ("target_prompt", "adv_prompt", "sanitized_adv_prompt"),
+        lambda r: {"text": text_of(r, "sanitized_adv_prompt", "adv_prompt"), "original": text_of(r, "target_prompt")},
+        count=(1000,),
+    ),
+    "ring-a-bell": Format(
+        ("sensitive prompt", "normal prompt"),
+        lambda r: {"text": text_of(r, "sensitive prompt"), "original": text_of(r, "normal prompt")},
+    ),
+    "jbdb-attack": Format(
+        ("prompt_index", "original_prompt", "attack_prompt"),
+        lambda r: {
+            "id": text_of(r, "prompt_index"),
+            "text": text_of(r, "attack_prompt"),
+            "original": text_of(r, "original_prompt"),
+        },
+    ),
+    "jbdb-prompts": Format(
+        ("index", "prompt"), lambda r: {"id": text_of(r, "index"), "text": text_of(r, "prompt")}, skips=("categories",)
+    ),
+    "case-number": Format(
+        ("prompt", "case_number", "evaluation_seed"),
+        lambda r: {
+            "id": text_of(r, "case_number"),
+            "text": text_of(r, "adv_prompt", "prompt"),
+            "seed": whole(r.get("evaluation_seed")),
+            "category": text_of(r, "categories", "type"),
+            "original": text_of(r, "prompt") if text_of(r, "adv_prompt") else "",
+        },
+    ),
+    "coco-caption": Format(
+        ("caption", "image_id"),
+        lambda r: {"id": text_of(r, "image_id"), "text": text_of(r, "caption")},
+        count=(10_000, 30_000),
+        harmful=False,
+    ),
+    "coco-case": Format(
+        ("case_number", "prompt", "coco_id"),
+        lambda r: {
+            "id": text_of(r, "case_number"),
+            "text": text_of(r, "prompt"),
+            "seed": whole(r.get("evaluation_seed")),
+        },
+        count=(10_000, 30_000),
+        harmful=False,
+    ),
+    "copro": Format(
+        ("unsafe_prompt", "safe_prompt", "category"),
+        lambda r: {
+            "text": text_of(r, "unsafe_prompt"),
+            "category": text_of(r, "category"),
+            "original": text_of(r, "safe_prompt"),
+        },
+    ),
+    "pragmatic": Format(
+        ("image_prompt", "text_prompt"),
+        lambda r: {
+            "text": " ".join(filter(None, (text_of(r, "image_prompt"), text_of(r, "text_prompt")))),
+            "category": text_of(r, "category", "class"),
+        },
+    ),
+}
+"""CSV files, the more particular ones first."""
+ORDER = ("coco-case", "case-number", *(n for n in TABLES if n not in ("coco-case", "case-number")))
+LISTS = {"sneakyprompt": (200,), "daca": (100,), "text": ()}
+"""Plain text, one prompt a line."""
+FORMATS = (*TABLES, *LISTS, "jbdb", "risky")
+
+
+def load(path: Path, kind: str | None = None) -> Benchmark:
+    """A benchmark file; without `kind` the columns decide."""
+    if kind is not None and kind not in FORMATS:
+        raise BadInput(f"format {kind!r}: choose one of {', '.join(FORMATS)}")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such file") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 text (byte {error.start})") from error
+    if not text.strip():
+        raise BadInput(f"{path}: empty")
+    if kind in ("jbdb", "risky") or (kind is None and path.suffix == ".json"):
+        found = from_json(path, text)
+    elif kind in LISTS or (kind is None and path.suffix == ".txt"):
+        found = from_list(path, text, kind or "text")
+    else:
+        found = from_table(path, text, kind)
+    return checked(found, path)
+
+
+def from_list(path: Path, text: str, kind: str) -> Benchmark:
+    lines = [line.strip() for line in text.splitlines()]
+    prompts = [Prompt(str(i), t, True) for i, t in enumerate(lines, 1) if t]
+    return Benchmark(kind, prompts, count_note(len(prompts), LISTS[kind]))
+
+
+def count_note(found: int, published: Sequence[int]) -> list[str]:
+    if published and found not in published:
+        return [f"{found} prompts, published: {' or '.join(map(str, published))}"]
+    return []
+
+
+def from_table(path: Path, text: str, kind: str | None) -> Benchmark:
+    """Rows with their line numbers; a blank first line, CRLF and quoted line breaks are fine, ragged rows are not."""
+    reader = csv.reader(io.StringIO(text, newline=""))
+    header: list[str] | None = None
+    rows: list[tuple[int, dict[str, str]]] = []
+    before = 0
+    try:
+        for cells in reader:
+            line, before = before + 1, reader.line_num
+            if not any(c.strip() for c in cells):
+                continue
+            if header is None:
+                header = [c.strip() or "unnamed" for c in cells]
+                twice = [c for c in header if header.count(c) > 1]
+                if twice:
+                    raise BadInput(f"{path}:{line}: column {twice[0]!r} comes twice")
+                continue
+            if len(cells) != len(header):
+                raise BadInput(f"{path}:{line}: {len(cells)} values in a table of {len(header)} columns")
+            rows.append((line, dict(zip(header, cells, strict=True))))
+    except csv.Error as error:
+        raise BadInput(f"{path}:{reader.line_num}: {error}") from error
+    if header is None or not rows:
+        raise BadInput(f"{path}: no rows")
+    name = kind or recognised(path, header)
+    shape = TABLES[name]
+    missing = [c for c in shape.needs if c not in header]
+    if missing:
+        raise BadInput(f"{path}: format {name} needs the column {missing[0]!r}; there are {', '.join(header)}")
+    notes = []
+    if shape.columns is not None and len(header) != shape.columns:
+        notes.append(f"{len(header)} columns, published: {shape.columns}")
+    prompts: list[Prompt] = []
+    for line, row in rows:
+        values = shape.read(row)
+        if not values["text"]:
+            notes.append(f"line {line}: no prompt, left out")
+            continue
+        values.setdefault("id", str(len(prompts)))
+        prompts.append(Prompt(harmful=shape.harmful, **values))
+    return Benchmark(name, prompts, notes + count_note(len(prompts), shape.count))
+
+
+def recognised(path: Path, header: Sequence[str]) -> str:
+    for name in ORDER:
+        shape = TABLES[name]
+        if all(c in header for c in shape.needs) and not any(c in header for c in shape.skips):
+            return name
+    raise BadInput(f"{path}: columns {', '.join(header)} are of no format known here; name one with --format")
+
+
+def from_json(path: Path, text: str) -> Benchmark:
+    """JailbreakDiffusionBench ({"prompts": [...]}) or T2I-RiskyPrompt (a dictionary of records)."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path}:{error.lineno}: not JSON ({error.msg})") from error
+    if isinstance(data, dict) and isinstance(data.get("prompts"), list):
+        return Benchmark("jbdb", [jbdb(path, i, r) for i, r in enumerate(data["prompts"])])
+    if isinstance(data, dict) and data and all(isinstance(v, dict) for v in data.values()):
+        prompts = []
+        for key, record in data.items():
+            words = record.get("prompt") or record.get("text")
+            if not isinstance(words, str) or not words.strip():
+                raise BadInput(f"{path}: record {key!r} has no prompt")
+            prompts.append(Prompt(str(key), words.strip(), True, joined(record.get("category")), "risky"))
+        return Benchmark("risky", prompts, count_note(len(prompts), (6432,)))
+    raise BadInput(f'{path}: neither {{"prompts": [...]}} nor a dictionary of records')
+
+
+def jbdb(path: Path, index: int, record: Any) -> Prompt:
+    where = f"{path}: prompt {index}"
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str) or not record["text"].strip():
+        raise BadInput(f"{where} has no text")
+    label = record.get("label")
+    if label not in ("harmful", "unsafe", "benign", "safe", 0, 1, True, False, None):
+        raise BadInput(f"{where}: label {label!r} is neither harmful nor benign")
+    harmful = None if label is None else label in ("harmful", "unsafe", 1, True)
+    source = record.get("source") or ""
+    return Prompt(str(record.get("id", index)), record["text"].strip(), harmful, joined(record.get("category")), source)
+
+
+def joined(category: Any) -> str:
+    """A category that is a list, a string or nothing."""
+    if category is None:
+        return ""
+    return ", ".join(map(str, category)) if isinstance(category, list) else str(category)
+
+
+def checked(found: Benchmark, path: Path) -> Benchmark:
+    """Unique ids: a repeated one gets a suffix, and is noted."""
+    seen: dict[str, int] = {}
+    prompts: list[Prompt] = []
+    twice = 0
+    for p in found.prompts:
+        seen[p.id] = seen.get(p.id, 0) + 1
+        if seen[p.id] > 1:
+            twice += 1
+            p = replace(p, id=f"{p.id}#{seen[p.id]}")
+        prompts.append(replace(p, source=p.source or path.stem))
+    notes = [*found.notes, *([f"{twice} ids come more than once"] if twice else [])]
+    return Benchmark(found.name, prompts, notes)
