@@ -1,0 +1,117 @@
+"""Look at the finished picture only: block it, draw it again, blur it, or inpaint the flagged area once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from guardpaint.audit.regions import mine, soft_mask, union
+from guardpaint.draft.views import shrink
+from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome
+from guardpaint.guard import Parts
+from guardpaint.policy import Finding
+from guardpaint.release import BLUR_CELLS, coarse, from_pil, to_pil
+from guardpaint.seeds import derive
+from guardpaint.types import Audit
+
+ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Checked:
+    image: Image.Image
+    audit: Audit
+    finding: Finding | None
+
+
+def check(parts: Parts, image: Image.Image, prompt: str) -> Checked:
+    """The guard's own auditor and policy on a finished picture."""
+    view = shrink(from_pil(image), parts.auditor.sizes[1])
+    audit = parts.auditor.audit(view[None], [prompt], 0.0)[0]
+    return Checked(image, audit, parts.finding(audit, 1.0))
+
+
+@dataclass(frozen=True)
+class PostHoc(Everywhere):
+    """Draws, looks, and lets `mend` deal with what is flagged."""
+
+    parts: Parts
+    name: str = "post_hoc_block"
+
+    def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
+        return None, "blocked"
+
+    def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
+        began = time.perf_counter()
+        made = base.draw(prompts, seeds)
+        shared = (time.perf_counter() - began) / len(prompts)
+        out = []
+        for image, prompt, seed in zip(made, prompts, seeds, strict=True):
+            began = time.perf_counter()
+            found = check(self.parts, image, prompt)
+            result: tuple[Image.Image | None, str] = (image, "clean")
+            if found.finding is not None:
+                result = self.mend(base, found, prompt, seed)
+            out.append(Outcome(*result, shared + time.perf_counter() - began))
+        return out
+
+
+@dataclass(frozen=True)
+class PostHocRegenerate(PostHoc):
+    """Another seed, up to five times, then blocked."""
+
+    name: str = "post_hoc_regenerate"
+
+    def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
+        for attempt in range(1, ATTEMPTS + 1):
+            image = base.draw([prompt], [derive(seed, "again", attempt)])[0]
+            if check(self.parts, image, prompt).finding is None:
+                return image, "regenerated"
+        return None, "blocked"
+
+
+def flagged_mask(parts: Parts, found: Checked) -> torch.Tensor:
+    """Where the heat map points; everything when it points nowhere."""
+    size = (found.image.height, found.image.width)
+    regions = mine(found.audit.adv_map, size, parts.config, 1.0)
+    return soft_mask(union(regions).mask, 0.5, 0.5) if regions else torch.ones(size)
+
+
+@dataclass(frozen=True)
+class PostHocBlur(PostHoc):
+    name: str = "post_hoc_blur"
+
+    def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
+        image = from_pil(found.image)
+        return to_pil(torch.lerp(image, coarse(image, BLUR_CELLS), flagged_mask(self.parts, found))), "blurred"
+
+
+@dataclass(frozen=True)
+class PostHocInpaint(PostHoc):
+    """One fill of the flagged area under the policy's safe prompt; blocked if it is flagged still."""
+
+    pipe: Any = None
+    call: Any = None
+    name: str = "post_hoc_inpaint"
+
+    def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
+        assert found.finding is not None
+        hole = Image.fromarray((flagged_mask(self.parts, found).numpy() > 0.5).astype(np.uint8) * 255)
+        size = int(self.pipe.unet.config.sample_size) * self.pipe.vae_scale_factor
+        made = self.pipe(
+            self.parts.policy.safe_prompt(found.finding.category),
+            image=found.image.resize((size, size)),
+            mask_image=hole.resize((size, size)),
+            height=size,
+            width=size,
+            generator=torch.Generator().manual_seed(seed),
+            **(self.call or {"num_inference_steps": 25, "guidance_scale": 4.0}),
+        ).images[0]
+        image = Image.composite(made.resize(found.image.size), found.image, hole)
+        return (image, "repaired") if check(self.parts, image, prompt).finding is None else (None, "blocked")

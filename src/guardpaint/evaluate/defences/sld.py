@@ -1,0 +1,132 @@
+"""Safe latent diffusion: a third prediction, of what is forbidden, pushes the guided one away where they agree.
+
+On SD 1.5 the diffusers pipeline runs; on other families its rule is applied to the denoiser's answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.draft.families import family_of
+from guardpaint.evaluate.defences.base import Base, Outcome, timed
+from guardpaint.evaluate.defences.negative_prompt import FORBIDDEN
+
+SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7, 0.5, 0.7
+"""The published "strong" setting."""
+
+
+@dataclass(frozen=True)
+class SafeLatentDiffusion:
+    words: str = FORBIDDEN
+    name: str = "sld"
+
+    def applies(self, base: Base) -> str:
+        if base.family == "flux" or base.guidance <= 1.0:
+            return "the rule needs an unconditional branch, and this base runs without one"
+        return ""
+
+    def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
+        began = time.perf_counter()
+        if base.family == "sd":
+            pipe = safe_pipeline(base.pipe, self.words)
+            strength = {
+                "sld_guidance_scale": SCALE,
+                "sld_threshold": THRESHOLD,
+                "sld_warmup_steps": WARMUP,
+                "sld_momentum_scale": MOMENTUM_SCALE,
+                "sld_mom_beta": MOMENTUM,
+            }
+            made = []
+            for prompt, seed in zip(prompts, seeds, strict=True):  # the pipeline's momentum is per call
+                made += base.draw([prompt], [seed], pipe=pipe, **strength)
+            return timed(made, began)
+        with pushed_away(base.pipe, self.words, len(prompts)):
+            return timed(base.draw(prompts, seeds), began)
+
+
+def safe_pipeline(pipe: Any, words: str) -> Any:
+    from diffusers.pipelines.deprecated.stable_diffusion_safe import StableDiffusionPipelineSafe
+
+    parts = {
+        k: v for k, v in pipe.components.items() if k not in ("safety_checker", "feature_extractor", "image_encoder")
+    }
+    safe = StableDiffusionPipelineSafe(
+        **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+    )
+    safe.safety_concept = words
+    safe.set_progress_bar_config(disable=True)
+    return safe
+
+
+def safety_term(
+    conditional: Float[Tensor, "b ..."],
+    unconditional: Float[Tensor, "b ..."],
+    forbidden: Float[Tensor, "b ..."],
+    scale: float = SCALE,
+    threshold: float = THRESHOLD,
+) -> Float[Tensor, "b ..."]:
+    """γ = μ·(ε_S − ε_∅), μ = clip(s·|ε_c − ε_S|, 1) where ε_c − ε_S < λ, else 0."""
+    gap = conditional - forbidden
+    mu = torch.where(gap >= threshold, torch.zeros_like(gap), (gap.abs() * scale).clamp(max=1.0))
+    return mu * (forbidden - unconditional)
+
+
+@contextmanager
+def pushed_away(pipe: Any, words: str, count: int) -> Iterator[None]:
+    """The pipeline's denoiser with the rule applied to its conditional rows, inside a with block."""
+    family = family_of(pipe)
+    module = getattr(pipe, family.denoiser)
+    own = module.forward
+    told = encoded(pipe, words)
+    state: dict[str, Any] = {"momentum": None, "step": 0}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        plain = out[0] if isinstance(out, tuple) else out.sample
+        empty, wanted = plain.chunk(2)
+        again = {k: v for k, v in kwargs.items() if k != "return_dict"}
+        for name, value in told.items():
+            again[name] = repeated(again.get(name), value, len(plain))
+        forbidden = own(*args, **again, return_dict=False)[0].chunk(2)[1]
+        gamma = safety_term(wanted, empty, forbidden)
+        if state["momentum"] is None:
+            state["momentum"] = torch.zeros_like(gamma)
+        pushed = gamma + MOMENTUM_SCALE * state["momentum"]
+        state["momentum"] = MOMENTUM * state["momentum"] + (1 - MOMENTUM) * pushed
+        late = state["step"] >= WARMUP
+        state["step"] += 1
+        answer = torch.cat([empty, wanted - pushed]) if late else plain
+        return (answer,) if isinstance(out, tuple) else type(out)(sample=answer)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        module.forward = own
+
+
+def repeated(old: Any, value: Any, rows: int) -> Any:
+    if isinstance(value, dict):
+        return {**(old or {}), **{k: repeated(None, v, rows) for k, v in value.items()}}
+    return value.expand(rows, *value.shape[1:])
+
+
+@torch.no_grad()
+def encoded(pipe: Any, words: str) -> dict[str, Any]:
+    """Denoiser arguments that say the forbidden words."""
+    family = family_of(pipe).name
+    if family == "sd":
+        return {"encoder_hidden_states": pipe.encode_prompt(words, pipe._execution_device, 1, False)[0]}
+    if family == "sdxl":
+        states, _, pooled, _ = pipe.encode_prompt(words, do_classifier_free_guidance=False)
+        return {"encoder_hidden_states": states, "added_cond_kwargs": {"text_embeds": pooled}}
+    states, _, pooled, _ = pipe.encode_prompt(words, None, None, do_classifier_free_guidance=False)
+    return {"encoder_hidden_states": states, "pooled_projections": pooled}

@@ -1,0 +1,164 @@
+"""Defences: each rule by hand, and every defence on every family, or a reason why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from guardpaint import tiny
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
+from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
+from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.system import GuardPaint
+
+FAMILIES = ("sd", "sdxl", "sd3", "flux")
+
+
+def a_base(family, **call):
+    settings = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+    return Base(f"tiny-{family}", tiny.pipeline(family), {**settings, **call})
+
+
+def plain(parts):
+    return [
+        Undefended(),
+        NegativePrompt(),
+        prompt_filter.PromptFilter(),
+        sld.SafeLatentDiffusion(),
+        embedding_projection.EmbeddingProjection(),
+        post_hoc.PostHoc(parts),
+        post_hoc.PostHocBlur(parts),
+        guarded.Guarded(GuardPaint(parts.auditor, parts.repairer)),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_defence_answers_or_says_why_not(family):
+    parts = GuardPaint(AlwaysSafe(), PaintsFlat()).parts
+    base = a_base(family)
+    for defence in plain(parts):
+        assert isinstance(defence, Defence)
+        if defence.applies(base):
+            assert defence.name == "sld" and family == "flux"
+            continue
+        out = defence.generate(base, ["a person on the beach", "a house"], [1, 2])
+        assert len(out) == 2 and all(o.image is not None and o.seconds > 0 for o in out), defence.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_calm_guard_gives_the_undefended_picture(family):
+    base = a_base(family)
+    own = Undefended().generate(base, ["a person", "a house"], [1, 2])
+    guard = guarded.Guarded(GuardPaint(AlwaysSafe(), PaintsFlat()))
+    same = guard.generate(base, ["a person", "a house"], [1, 2])
+    assert [a.image.tobytes() for a in own] == [b.image.tobytes() for b in same]
+    assert {o.status for o in same} == {"clean"} and not same[0].detail["triggered"]
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+def test_pushing_away_changes_late_steps_and_leaves_the_pipeline_alone(family, monkeypatch):
+    base = a_base(family)
+    before = Undefended().generate(base, ["a person"], [1])[0].image.tobytes()
+    monkeypatch.setattr(sld, "WARMUP", 0)
+    with sld.pushed_away(base.pipe, "naked", 1):
+        inside = base.draw(["a person"], [1])[0].tobytes()
+    assert inside != before
+    assert Undefended().generate(base, ["a person"], [1])[0].image.tobytes() == before
+
+
+def test_the_safety_term_by_hand():
+    """ε_c − ε_S = −0.001 → μ = 2000·0.001 clipped to 1; +0.1 ≥ λ → 0; then γ = μ·(ε_S − ε_∅)."""
+    c, s, u = torch.tensor([[0.999, 1.1]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[0.5, 0.5]])
+    assert sld.safety_term(c, u, s)[0].tolist() == pytest.approx([0.5, 0.0])
+    weak = sld.safety_term(c, u, s, scale=100.0)
+    assert weak[0, 0].item() == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+def test_a_negative_prompt_needs_guidance():
+    assert "no effect" in NegativePrompt().applies(a_base("sd3", guidance_scale=1.0))
+    assert NegativePrompt().applies(a_base("flux", guidance_scale=1.0)) == ""
+    base = a_base("sd")
+    one, two = (d.generate(base, ["a person"], [1])[0].image.tobytes() for d in (Undefended(), NegativePrompt()))
+    assert one != two
+
+
+def test_the_filter_refuses_words_and_neighbours():
+    words = prompt_filter.PromptFilter()
+    assert words.refused(["a NAKED man", "a statue", "barefoot, bare-headed"]) == [
+        "forbidden word naked", "", "forbidden word bare",
+    ]  # fmt: skip
+    near = prompt_filter.PromptFilter(
+        encode=lambda t: torch.tensor([[1.0, 0.0] if "cl" in x else [0.0, 1.0] for x in t])
+    )
+    assert near.refused(["cloud", "tree"])[0].startswith("closeness 1.000")
+    out = words.generate(a_base("sd"), ["a naked man", "a tree"], [1, 2])
+    assert [o.status for o in out] == ["refused", "plain"] and out[0].image is None
+
+
+def test_the_filter_reads_with_the_bases_own_encoder():
+    encode = prompt_filter.base_encoder(tiny.pipeline("sd"))
+    same, other = encode(["a person"]), encode(["a person", "nothing at all"])
+    assert torch.allclose(same[0], other[0], atol=1e-5) and not torch.allclose(other[0], other[1])
+
+
+def test_projection_by_hand():
+    """The forbidden axis is x. The token on it loses all of it; the one far from it stays as it was."""
+    basis = embedding_projection.subspace(torch.tensor([[2.0, 0.0, 0.0]]))
+    states = torch.tensor([[1.0, 0.1, 0.0], [0.0, 3.0, 0.0]])
+    out, close = embedding_projection.projected(states, basis)
+    assert close.tolist() == [True, False]
+    assert out[1].tolist() == [0.0, 3.0, 0.0] and abs(out[0, 0].item()) < 1e-5
+
+
+def test_post_hoc_in_all_its_kinds():
+    strict, calm = GuardPaint(AlwaysUnsafe(), PaintsFlat()).parts, GuardPaint(AlwaysSafe(), PaintsFlat()).parts
+    base = a_base("sd")
+    ask = (["a person"], [1])
+    assert post_hoc.PostHoc(strict).generate(base, *ask)[0].status == "blocked"
+    again = post_hoc.PostHocRegenerate(strict).generate(base, *ask)[0]
+    assert again.image is None and again.status == "blocked"
+    blurred = post_hoc.PostHocBlur(strict).generate(base, *ask)[0]
+    own = Undefended().generate(base, *ask)[0].image
+    assert blurred.status == "blurred" and blurred.image.tobytes() != own.tobytes()
+    assert post_hoc.PostHoc(calm).generate(base, *ask)[0].image.tobytes() == own.tobytes()
+
+
+def test_regeneration_stops_at_the_first_clean_picture():
+    class Once(AlwaysSafe):
+        looked = 0
+
+        def audit(self, images, prompts, noise):
+            Once.looked += 1
+            return (AlwaysUnsafe() if Once.looked == 1 else AlwaysSafe()).audit(images, prompts, noise)
+
+    out = post_hoc.PostHocRegenerate(GuardPaint(Once(), PaintsFlat()).parts).generate(a_base("sd"), ["a"], [1])[0]
+    assert out.status == "regenerated" and Once.looked == 2
+
+
+def test_post_hoc_inpainting_fills_the_flagged_area_alone():
+    parts = GuardPaint(FlagsBright(gain=1.6), PaintsFlat()).parts
+    pipe = tiny.guard().parts.repairer.pipe
+    defence = post_hoc.PostHocInpaint(parts, pipe=pipe, call={"num_inference_steps": 2, "guidance_scale": 2.0})
+    picture = Image.new("RGB", (64, 64), (30, 30, 30))
+    picture.paste((255, 255, 255), (0, 0, 64, 40))
+    found = post_hoc.check(parts, picture, "a person")
+    assert found.finding is not None
+    image, status = defence.mend(a_base("sd"), found, "a person", 1)
+    assert status in ("repaired", "blocked")
+    if image is not None:
+        hole = post_hoc.flagged_mask(parts, found) > 0.5
+        keep = ~hole.numpy()
+        import numpy as np
+
+        assert (np.array(image)[keep] == np.array(picture)[keep]).all()
+
+
+def test_variants_differ_where_they_should():
+    kinds = guarded.variants(GuardPaint(AlwaysUnsafe(), PaintsFlat()))
+    assert kinds["paper"].guard.config.view == "stepped" and kinds["ours"].guard.config.view == "x0"
+    assert kinds["ours_ladder_off"].guard.policy.last_resort == ("block",)
+    out = kinds["ours_ladder_off"].generate(a_base("sd"), ["a person"], [1])[0]
+    assert out.status == "blocked" and out.image is None
