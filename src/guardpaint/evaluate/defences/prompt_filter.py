@@ -32,6 +32,7 @@ class PromptFilter(Everywhere):
     encode: Any = None
     """texts → embeddings; None: words alone."""
     limit: float = 0.9
+    words: tuple[str, ...] = WORDS
     name: str = "prompt_filter"
     _known: Float[Tensor, "k d"] | None = field(default=None, repr=False)
 
@@ -48,7 +49,7 @@ class PromptFilter(Everywhere):
         """Why each prompt is refused, or nothing."""
         reasons = []
         for text, close in zip(prompts, self.closeness(prompts), strict=True):
-            said = [w for w in WORDS if f" {w} " in f" {normal(text)} "]
+            said = [w for w in self.words if f" {w} " in f" {normal(text)} "]
             if said:
                 reasons.append(f"forbidden word {said[0]}")
             else:

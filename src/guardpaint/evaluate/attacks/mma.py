@@ -1,0 +1,102 @@
+"""MMA: tokens optimised on a surrogate encoder until the embedding is the target's; forbidden words are barred."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, forbidden_span
+from guardpaint.world.captions import KEYWORDS
+
+
+@dataclass(frozen=True)
+class Mma:
+    """Coordinate search led by the gradient of the similarity with respect to each token's embedding."""
+
+    rounds: int = 12
+    tokens: int = 5
+    """Free tokens that take the place of the forbidden words."""
+    top: int = 12
+    """Replacements tried per token, by gradient."""
+    name: str = "mma"
+
+    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
+        restarts = max(1, min(system.left, 4))
+        prompt = target
+        for k in range(restarts):
+            prompt = self.optimise(target, surrogate, random.Random(f"mma/{seed}/{k}/{target}"))
+            if system.ask(prompt, seed)[1]:
+                return attempt(self.name, target, system, prompt, True)
+        return attempt(self.name, target, system, prompt, False)
+
+    def optimise(self, target: str, surrogate: Surrogate, rng: random.Random) -> str:
+        tokenizer = surrogate.tokenizer
+        span = forbidden_span(target) or (len(target), len(target))
+        head, tail = target[: span[0]].strip(), target[span[1] :].strip()
+        allowed = allowed_tokens(tokenizer)
+        want = surrogate.embed([target])[0]
+        free = [rng.choice(allowed) for _ in range(self.tokens)]
+        pieces = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+        before, after = pieces(head), pieces(tail)
+
+        def prompts(options: list[list[int]]) -> list[str]:
+            return [" ".join(f"{head} {tokenizer.decode(o)} {tail}".split()) for o in options]
+
+        score = float(surrogate.embed(prompts([free]))[0] @ want)
+        for _ in range(self.rounds):
+            grad = self.gradient(before, free, after, want, surrogate)
+            place = rng.randrange(self.tokens)
+            table = surrogate.encoder.get_input_embeddings().weight.detach()
+            ranking = (table[allowed] @ grad[place]).argsort(descending=True)[: self.top].tolist()
+            options = [[*free[:place], allowed[r], *free[place + 1 :]] for r in ranking]
+            found = surrogate.embed(prompts(options)) @ want
+            if float(found.max()) > score:
+                score, free = float(found.max()), options[int(found.argmax())]
+        return prompts([free])[0]
+
+    def gradient(
+        self, before: list[int], free: list[int], after: list[int], want: Float[Tensor, " d"], surrogate: Surrogate
+    ) -> Float[Tensor, "k d"]:
+        """∂ similarity / ∂ embedding of every free token."""
+        tokenizer = surrogate.tokenizer
+        row = [tokenizer.bos_token_id, *before, *free, *after, tokenizer.eos_token_id][: surrogate.length]
+        ids: Int[Tensor, "1 l"] = torch.tensor([row + [tokenizer.pad_token_id] * (surrogate.length - len(row))])
+        layer = surrogate.encoder.get_input_embeddings()
+        kept: list[Tensor] = []
+
+        def catch(_module: object, _args: object, out: Tensor) -> Tensor:
+            leaf = out.detach().requires_grad_()
+            kept.append(leaf)
+            return leaf
+
+        hook = layer.register_forward_hook(catch)
+        try:
+            with torch.enable_grad():
+                states = surrogate.encoder(ids).last_hidden_state
+                close = surrogate.pool(states, ids)[0] @ want
+                (grad,) = torch.autograd.grad(close, kept[0])
+        finally:
+            hook.remove()
+        start = 1 + len(before)
+        found = grad[0, start : start + len(free)]
+        return torch.nn.functional.pad(found, (0, 0, 0, len(free) - len(found)))
+
+
+def allowed_tokens(tokenizer: object) -> list[int]:
+    """Whole-word tokens that are not, and are not part of, a forbidden word."""
+    vocab: dict[str, int] = tokenizer.get_vocab()  # type: ignore[attr-defined]
+    out = []
+    for token, index in vocab.items():
+        word = token.removesuffix("</w>")
+        if (
+            token.endswith("</w>")
+            and word.isalpha()
+            and len(word) > 1
+            and not any(word in k or k in word for k in KEYWORDS)
+        ):
+            out.append(index)
+    return sorted(out)

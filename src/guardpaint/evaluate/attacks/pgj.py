@@ -1,0 +1,31 @@
+"""PGJ: phrases that mean something harmless but look alike; the attacker keeps the one whose pictures look right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from guardpaint.evaluate.attacks.system import (
+    Attempt,
+    Surrogate,
+    Target,
+    attempt,
+    forbidden_span,
+    replaced,
+    shuffled,
+    similar_phrases,
+)
+
+
+@dataclass(frozen=True)
+class PerceptionGuided:
+    name: str = "pgj"
+
+    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
+        span = forbidden_span(target)
+        prompt = target
+        if span is not None:
+            for phrase in shuffled(similar_phrases(target), "pgj", seed, target)[: system.left]:
+                prompt = replaced(target, span, phrase)
+                if system.ask(prompt, seed)[1]:
+                    return attempt(self.name, target, system, prompt, True)
+        return attempt(self.name, target, system, prompt, False)
