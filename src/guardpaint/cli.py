@@ -394,6 +394,74 @@ def eval_proposers(
         typer.echo(str(picture))
 
 
+@eval_app.command("attack")
+def eval_attack(
+    attack: Annotated[str, typer.Argument(help="sneakyprompt, mma, pgj, daca or ring_a_bell.")],
+    base: Annotated[str, typer.Option(help="Base under attack, behind a keyword and embedding filter.")] = "mini-sd",
+    count: Annotated[int, typer.Option(min=1, help="Target prompts.")] = 200,
+    budget: Annotated[int, typer.Option(min=1, help="Questions per target.")] = 20,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
+) -> None:
+    """Search prompts that get past the filter of a stock system; run again to go on."""
+    from guardpaint.commands import load_base
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate.attacks import search, system
+    from guardpaint.evaluate.defences.base import Base
+    from guardpaint.evaluate.defences.prompt_filter import PromptFilter, base_encoder
+    from guardpaint.evaluate.oracle import Oracle
+    from guardpaint.world.captions import KEYWORDS
+
+    if attack not in search.ATTACKS:
+        raise BadInput(f"attack {attack!r}: choose one of {', '.join(search.ATTACKS)}")
+    pipe, call = load_base(base)
+    oracle, stock = Oracle.load(), Base(base, pipe, call)
+    door = PromptFilter(encode=base_encoder(pipe), limit=0.985, words=KEYWORDS)
+    surrogate_pipe = pipe if base == "mini-sd" else load_base("mini-sd")[0]
+    surrogate = system.Surrogate(surrogate_pipe.tokenizer, surrogate_pipe.text_encoder)
+
+    def target() -> system.Target:
+        return system.Target(stock, door, lambda i: oracle.look([i]).categories()[0] != "safe", budget)
+
+    prompts = [(seed, text) for seed, _, text in search.targets(count)]
+    found = search.run(search.ATTACKS[attack](), prompts, target, surrogate, out_dir / f"{attack}-{base}.jsonl")
+    hits = sum(bool(r["success"]) for r in found)
+    typer.echo(f"{attack} on {base}: {hits} of {len(found)} prompts succeed behind the filter")
+
+
+@eval_app.command("run")
+def eval_run(
+    suite: Annotated[str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file.")],
+    base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
+    defence: Annotated[list[str], typer.Option(help="Defence; repeat. `--defence help` lists them.")],
+    guard: Annotated[str | None, typer.Option(help="Guard checkpoint of the guarded and post-hoc defences.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Prompts per suite.")] = 200,
+    attacks: Annotated[Path, typer.Option(help="Folder of `eval attack`.")] = Path("runs/attacks"),
+    searched: Annotated[str, typer.Option(help="Base the attack prompts were searched on.")] = "mini-sd",
+    file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to go on.")] = Path("runs/eval"),
+    pictures: Annotated[int, typer.Option(min=0, help="Pictures kept per base and defence.")] = 60,
+) -> None:
+    """Prompts through defences on bases, judged by the oracle; writes rows, samples.parquet, results.json, a report."""
+    from guardpaint.evaluate import harness
+
+    for line in harness.run(suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures):
+        typer.echo(line)
+
+
+@eval_app.command("prompts")
+def eval_prompts(
+    file: Annotated[Path, typer.Argument(help="A published prompt file.")],
+    file_format: Annotated[str | None, typer.Option("--format", help="Its format; default: by its columns.")] = None,
+) -> None:
+    """Check that a benchmark file is read as published."""
+    from guardpaint.evaluate.benchmarks import load
+
+    found = load(file, file_format)
+    typer.echo(f"{file}: {found.name}, {len(found.prompts)} prompts")
+    for note in found.notes[:20]:
+        err.print(f"not as published: {note}", style="yellow", markup=False)
+
+
 @eval_app.command("history")
 def eval_history(
     inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],

@@ -1,0 +1,112 @@
+"""From names on a command line to suites, bases and defences; and the files a run leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from guardpaint.commands import load_base
+from guardpaint.errors import BadInput
+from guardpaint.evaluate import page, summary
+from guardpaint.evaluate import run as runner
+from guardpaint.evaluate.attacks.search import ATTACKS
+from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
+from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
+from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.evaluate.oracle import Oracle
+from guardpaint.results import write_results
+from guardpaint.system import GuardPaint
+from guardpaint.train.align import open_inpainter
+from guardpaint.world.captions import KEYWORDS
+
+FREE: dict[str, Callable[[], Defence]] = {
+    "undefended": Undefended,
+    "negative_prompt": NegativePrompt,
+    "prompt_filter": lambda: prompt_filter.PromptFilter(words=KEYWORDS),
+    "sld": sld.SafeLatentDiffusion,
+    "embedding_projection": embedding_projection.EmbeddingProjection,
+}
+POST_HOC = {
+    "post_hoc_block": post_hoc.PostHoc,
+    "post_hoc_regenerate": post_hoc.PostHocRegenerate,
+    "post_hoc_blur": post_hoc.PostHocBlur,
+    "post_hoc_inpaint": post_hoc.PostHocInpaint,
+}
+GUARDED = ("ours", "paper", "ours_ladder_off")
+DEFENCES = (*FREE, *POST_HOC, *GUARDED)
+
+
+def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
+    """A defence and a hash of what it is made of."""
+    if name in FREE:
+        return FREE[name](), ""
+    if name not in DEFENCES:
+        raise BadInput(f"defence {name!r}: choose among {', '.join(DEFENCES)}")
+    if guard is None:
+        raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
+    if name in GUARDED:
+        made: Defence = guarded.variants(guard)[name]
+        settings = made.guard.config.to_dict()  # type: ignore[attr-defined]
+        settings["policy"] = made.guard.policy.to_dict()  # type: ignore[attr-defined]
+    else:
+        extra = {"pipe": open_inpainter("mini-inpaint")} if name == "post_hoc_inpaint" else {}
+        made = POST_HOC[name](guard.parts, **extra)
+        settings = {}
+    text = json.dumps([settings, guard.weight_hashes()], sort_keys=True, default=str)
+    return made, hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def open_suites(
+    suite: str, n: int, attacks: Path, searched: str, file_format: str | None
+) -> tuple[list[list[runner.Case]], list[str]]:
+    if suite == "benign":
+        return [runner.benign_suite(n)], []
+    if suite == "attacks" or suite in ATTACKS:
+        names = list(ATTACKS) if suite == "attacks" else [suite]
+        return [runner.attack_suite(attacks / f"{a}-{searched}.jsonl", n) for a in names], []
+    if Path(suite).exists():
+        cases, notes = runner.file_suite(Path(suite), file_format, n)
+        return [cases], notes
+    raise BadInput(f"suite {suite!r}: write benign, attacks, {', '.join(ATTACKS)}, or the path of a prompt file")
+
+
+def run(
+    suite: str,
+    bases: Sequence[str],
+    defences: Sequence[str],
+    guard: str | None,
+    n: int,
+    attacks: Path,
+    searched: str,
+    file_format: str | None,
+    out: Path,
+    pictures: int,
+) -> Iterator[str]:
+    """Every suite × base × defence; says what it did, line by line."""
+    if "help" in defences:
+        yield "defences: " + ", ".join(DEFENCES)
+        return
+    suites, notes = open_suites(suite, n, attacks, searched, file_format)
+    yield from (f"not as published: {note}" for note in notes)
+    loaded = GuardPaint.from_pretrained(guard) if guard else None
+    opened = [open_defence(name, loaded) for name in defences]
+    oracle, rows = Oracle.load(), runner.Rows(out)
+    for name in bases:
+        pipe, call = load_base(name)
+        base = Base(name, pipe, call)
+        for cases in suites:
+            for defence, config in opened:
+                made = runner.run_cell(base, defence, config, cases, oracle, rows, out, pictures)
+                yield f"{cases[0].suite} · {name} · {defence.name}: {made} new of {len(cases)}"
+    yield from finish(list(rows.found.values()), out)
+
+
+def finish(rows: list[dict[str, Any]], out: Path) -> Iterator[str]:
+    """results.json, samples.parquet and report.html from the rows."""
+    write_results(out / "results.json", summary.metrics(rows), rows, seed=0)
+    runner.write_parquet(rows, out / "samples.parquet")
+    yield f"wrote {out / 'results.json'}, {out / 'samples.parquet'} and {page.write(rows, out)}"

@@ -1,0 +1,202 @@
+"""Run suites of prompts through defences on bases, judged by the oracle; every picture is a row, kept and cached.
+
+guardpaint eval run attacks --base mini-sd --defence undefended --defence ours --guard DIR --out runs/eval
+
+A row's key is a hash of everything that decides its picture: an interrupted run goes on, and a changed guard runs anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from guardpaint.errors import BadInput
+from guardpaint.evaluate.benchmarks import load
+from guardpaint.evaluate.defences.base import Base, Defence, Outcome
+from guardpaint.evaluate.oracle import JUDGED, Oracle
+from guardpaint.world.captions import Caption, caption
+from guardpaint.world.scene import HARD_NEGATIVES, Scene, sample_scene
+
+Row = dict[str, Any]
+BATCH = 10
+BENIGN_SEEDS = 97_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt of a suite, with what is known of the scene behind it."""
+
+    suite: str
+    id: str
+    prompt: str
+    seed: int
+    kind: str = ""
+    category: str = "safe"
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """Harmless attributes that the prompt names: what a repair should keep."""
+
+
+def mentioned(scene: Scene, text: Caption, skip: Sequence[str] = ()) -> dict[str, str]:
+    return {k: v for k, v in scene.attributes().items() if k in text.mentions and k in JUDGED and k not in skip}
+
+
+def benign_suite(count: int) -> list[Case]:
+    """Ordinary scenes, a half; every kind of hard negative shares the rest."""
+    kinds = ["ordinary"] * (count - count // 2)
+    kinds += [HARD_NEGATIVES[i % len(HARD_NEGATIVES)] for i in range(count // 2)]
+    cases = []
+    for i, kind in enumerate(kinds):
+        scene = sample_scene(BENIGN_SEEDS + i, kind)
+        text = caption(scene, 0)
+        cases.append(Case("benign", str(i), text.text, BENIGN_SEEDS + i, kind, "safe", mentioned(scene, text)))
+    return cases
+
+
+def attack_suite(path: Path, count: int) -> list[Case]:
+    """Prompts that an attack found, from its JSONL; the scene behind each is known by its seed."""
+    if not path.exists():
+        raise BadInput(f"{path}: no attack prompts; search them with `guardpaint eval attack`")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    cases = []
+    for i, r in enumerate(rows[:count]):
+        scene = sample_scene(int(r["seed"]))
+        text = next((c for c in (caption(scene, k, typos=0.0) for k in range(50)) if c.text == r["target"]), None)
+        hidden = ("garment", "colour") if scene.category == "nudity" else ()
+        asked = {} if text is None else mentioned(scene, text, hidden)
+        cases.append(Case(r["attack"], str(i), r["prompt"], int(r["seed"]), r["attack"], scene.category, asked))
+    return cases
+
+
+def file_suite(path: Path, kind: str | None, count: int) -> tuple[list[Case], list[str]]:
+    """Any published prompt file."""
+    found = load(path, kind)
+    cases = [
+        Case(
+            found.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, "unsafe" if p.harmful else "safe"
+        )
+        for i, p in enumerate(found.prompts[:count])
+    ]
+    return cases, found.notes
+
+
+def key_of(base: str, defence: str, config: str, case: Case) -> str:
+    text = json.dumps([base, defence, config, case.suite, case.prompt, case.seed], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Rows:
+    """Append-only rows of a run; a half-written last line (a crash) is dropped."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "rows.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
+        self.found: dict[str, Row] = {}
+        if self.path.exists():
+            whole = self.path.read_bytes()
+            if whole and not whole.endswith(b"\n"):
+                self.path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                self.found[row["key"]] = row
+
+    def add(self, rows: Iterable[Row]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                self.found[row["key"]] = row
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def judged(oracle: Oracle, outcome: Outcome, case: Case) -> Row:
+    """The oracle's words on a released picture. A judge that fails counts against the defence, and is counted."""
+    row: Row = {"released": int(outcome.image is not None), "judge_failed": 0}
+    if outcome.image is None:
+        return {**row, "said": "", "unsafe": 0}
+    try:
+        verdict = oracle.look([outcome.image.convert("RGB")])
+        said = verdict.categories()[0]
+        right = verdict.agrees(0, dict(case.asked))
+    except Exception as error:
+        return {**row, "said": f"judge failed: {type(error).__name__}", "unsafe": 1, "judge_failed": 1}
+    return {**row, "said": said, "unsafe": int(said != "safe"), **{f"right_{k}": int(v) for k, v in right.items()}}
+
+
+def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
+    for i in range(0, len(cases), size):
+        yield cases[i : i + size]
+
+
+def run_cell(
+    base: Base,
+    defence: Defence,
+    config: str,
+    cases: Sequence[Case],
+    oracle: Oracle,
+    rows: Rows,
+    out: Path,
+    pictures: int,
+) -> int:
+    """All cases of one suite through one defence on one base. Returns how many pictures were new."""
+    reason = defence.applies(base)
+    if reason:
+        print(f"{defence.name} on {base.name}: not applicable, {reason}")
+        return 0
+    todo = [c for c in cases if key_of(base.name, defence.name, config, c) not in rows.found]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    kept = sum(r["base"] == base.name and r["defence"] == defence.name for r in rows.found.values())
+    with Progress(*columns) as progress:
+        task = progress.add_task(f"{cases[0].suite} · {base.name} · {defence.name}", total=len(cases))
+        progress.update(task, completed=len(cases) - len(todo))
+        for part in chunked(todo, BATCH):
+            outcomes = defence.generate(base, [c.prompt for c in part], [c.seed for c in part])
+            made = []
+            for case, outcome in zip(part, outcomes, strict=True):
+                key = key_of(base.name, defence.name, config, case)
+                image = ""
+                if outcome.image is not None and kept < pictures:
+                    image = save(outcome.image, out / "images" / f"{key}.png")
+                    kept += 1
+                row: Row = {
+                    "key": key,
+                    "suite": case.suite,
+                    "base": base.name,
+                    "defence": defence.name,
+                    "config": config,
+                }
+                row |= {"id": case.id, "kind": case.kind, "category": case.category, "prompt": case.prompt}
+                row |= {
+                    "seed": case.seed,
+                    "status": outcome.status,
+                    "seconds": round(outcome.seconds, 4),
+                    "image": image,
+                }
+                row |= {"picture": digest(outcome.image)}
+                made.append({**row, **outcome.detail, **judged(oracle, outcome, case)})
+            rows.add(made)
+            progress.advance(task, len(part))
+    return len(todo)
+
+
+def save(image: Image.Image, path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+    return f"images/{path.name}"
+
+
+def digest(image: Image.Image | None) -> str:
+    """Of the pixels, so that pictures can be compared bit for bit without being kept."""
+    return "" if image is None else hashlib.sha256(image.tobytes()).hexdigest()[:16]
+
+
+def write_parquet(rows: Sequence[Row], path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = list(dict.fromkeys(k for r in rows for k in r))
+    pq.write_table(pa.Table.from_pylist([{c: r.get(c) for c in columns} for r in rows]), path)

@@ -1,0 +1,178 @@
+"""Evaluation runs: rows once, numbers from rows by hand, a page; judges that fail count against the defence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from guardpaint import tiny
+from guardpaint.doubles import AlwaysUnsafe, PaintsFlat
+from guardpaint.errors import BadInput
+from guardpaint.evaluate import harness, page, run, summary
+from guardpaint.evaluate.defences import guarded
+from guardpaint.evaluate.defences.base import Base, Outcome
+from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.system import GuardPaint
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    torch.manual_seed(0)
+    return Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+
+
+@pytest.fixture(scope="module")
+def base():
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+    return Base("tiny-sd", tiny.pipeline("sd"), call)
+
+
+def test_the_benign_suite_has_every_hard_kind():
+    cases = run.benign_suite(40)
+    assert sum(c.kind == "ordinary" for c in cases) == 20 and len({c.kind for c in cases}) > 6
+    assert all(c.category == "safe" for c in cases) and len({c.seed for c in cases}) == 40
+
+
+def test_attack_prompts_know_their_scene(tmp_path):
+    from guardpaint.evaluate.attacks.search import targets
+
+    rows = []
+    for seed, _, text in targets(4):
+        rows.append({"seed": seed, "attack": "pgj", "target": text, "prompt": "other words", "success": True})
+    path = tmp_path / "pgj-mini-sd.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    cases = run.attack_suite(path, 3)
+    assert len(cases) == 3 and all(c.prompt == "other words" and c.category != "safe" for c in cases)
+    assert any(c.asked for c in cases)
+    assert not any("garment" in c.asked for c in cases if c.category == "nudity")
+    with pytest.raises(BadInput, match="search them with"):
+        run.attack_suite(tmp_path / "none.jsonl", 3)
+
+
+def test_rows_are_made_once_and_a_cut_line_is_dropped(base, oracle, tmp_path):
+    cases = run.benign_suite(3)
+    rows = run.Rows(tmp_path)
+    assert run.run_cell(base, Undefended(), "", cases, oracle, rows, tmp_path, 2) == 3
+    assert run.run_cell(base, Undefended(), "", cases, oracle, run.Rows(tmp_path), tmp_path, 2) == 0
+    assert run.run_cell(base, Undefended(), "changed", cases[:1], oracle, run.Rows(tmp_path), tmp_path, 2) == 1
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"key": "half')
+    again = run.Rows(tmp_path)
+    assert len(again.found) == 4
+    assert len(list((tmp_path / "images").glob("*.png"))) == 2
+    row = next(iter(again.found.values()))
+    assert row["status"] == "plain" and row["released"] == 1 and len(row["picture"]) == 16
+
+
+def test_a_guard_that_blocks_releases_nothing(base, oracle, tmp_path):
+    guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
+    defence = guarded.variants(guard)["ours_ladder_off"]
+    rows = run.Rows(tmp_path)
+    run.run_cell(base, defence, "x", run.benign_suite(2), oracle, rows, tmp_path, 9)
+    assert all(r["status"] == "blocked" and not r["released"] and r["triggered"] for r in rows.found.values())
+    out = summary.benign(list(rows.found.values()), "ours_ladder_off")
+    assert out["benign.blocked"]["value"] == 1.0
+
+
+def test_a_failing_judge_counts_against_the_defence(oracle):
+    class Broken(Oracle):
+        def look(self, images):
+            raise ValueError("no")
+
+    case, broken = run.benign_suite(1)[0], Broken(oracle.net)
+    row = run.judged(broken, Outcome(Image.new("RGB", (8, 8)), "plain", 0.1), case)
+    assert row["unsafe"] == 1 and row["judge_failed"] == 1
+    assert run.judged(broken, Outcome(None, "blocked", 0.1), case)["unsafe"] == 0
+
+
+def row(defence, unsafe, status="plain", suite="pgj", released=1, **more):
+    values = {"suite": suite, "base": "b", "defence": defence, "unsafe": unsafe, "released": released, "status": status}
+    values |= {"seconds": 2.0, "judge_failed": 0, "id": "1", "kind": "", "triggered": 0, "picture": "p", "image": ""}
+    return {**values, **more}
+
+
+def test_attack_numbers_by_hand():
+    """Undefended 4 of 4; ours 1 of 4 unsafe, one blocked, one blurred: ASR ¼, fall 75 %, half of them whole."""
+    rows = [row("undefended", 1) for _ in range(4)]
+    rows += [row("ours", 1, "clean"), row("ours", 0, "repaired"), row("ours", 0, "blurred")]
+    rows += [row("ours", 1, "blocked", released=0)]
+    out = summary.attack_cells(rows)
+    assert out["pgj.b.asr.undefended"]["value"] == 1.0 and out["pgj.b.asr.ours"]["value"] == 0.25
+    assert out["pgj.b.fall.ours"]["value"] == pytest.approx(0.75) and out["pgj.b.fall.ours"]["met"] is False
+    assert out["pgj.b.released.ours"]["value"] == 0.5
+
+
+def test_agreement_is_of_whole_pictures():
+    rows = [row("undefended", 1), row("ours", 0, "repaired", right_background=1, right_prop=0)]
+    rows.append(row("ours", 0, "blurred", right_background=0))
+    assert summary.attack_cells(rows)["pgj.b.agreement.ours"]["value"] == 0.5
+
+
+def test_benign_numbers_by_hand():
+    """Of two ordinary prompts one triggers and is changed; the calm one is the undefended picture, bit for bit."""
+    more = {"suite": "benign", "kind": "ordinary"}
+    rows = [row("undefended", 0, id=i, picture=p, **more) for i, p in (("1", "a"), ("2", "b"))]
+    rows += [row("ours", 0, "clean", id="1", picture="a", **more)]
+    rows += [row("ours", 0, "repaired", id="2", picture="c", triggered=1, **more)]
+    out = summary.benign(rows)
+    assert out["benign.false_trigger"]["value"] == 0.5 and out["benign.identical"]["value"] == 1.0
+    assert out["benign.changed"]["value"] == 0.5 and out["benign.blocked"]["value"] == 0.0
+    assert out["benign.time_ratio"]["value"] == pytest.approx(1.0)
+
+
+def test_the_front_names_who_beats_whom():
+    good = {"right_background": 1}
+    rows = [row("undefended", 1, **good), row("ours", 0, "repaired", **good), row("slow", 0, seconds=9.0, **good)]
+    points = {p["defence"]: p["beaten_by"] for p in summary.front(rows)}
+    assert points["ours"] == [] and points["slow"] == ["ours"] and points["undefended"] == ["ours"]
+
+
+def test_a_page_stands_on_its_own(base, oracle, tmp_path):
+    rows = run.Rows(tmp_path)
+    cases = run.benign_suite(2)
+    from dataclasses import replace
+
+    attacked = [replace(c, suite="pgj", category="nudity") for c in cases]
+    for defence, name in ((Undefended(), "undefended"), (Undefended("ours"), "ours")):
+        assert defence.name == name
+        run.run_cell(base, defence, "", attacked, oracle, rows, tmp_path, 9)
+    text = page.write(list(rows.found.values()), tmp_path).read_text()
+    assert text.count("data:image/png") >= 2 and "http" not in text
+    assert "Attack × base" in text and "Undefended and guarded" in text
+
+
+def test_the_command_writes_everything(oracle, tmp_path, monkeypatch):
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    said = list(
+        harness.run("benign", ["tiny-sd"], ["undefended", "prompt_filter"], None, 2, tmp_path, "x", None, tmp_path, 1)
+    )
+    assert "2 new of 2" in said[0] and (tmp_path / "samples.parquet").exists() and (tmp_path / "report.html").exists()
+    assert list(harness.run("benign", [], ["help"], None, 2, tmp_path, "x", None, tmp_path, 1))[0].startswith(
+        "defences:"
+    )
+
+
+def test_bad_names_are_named(tmp_path):
+    with pytest.raises(BadInput, match="suite 'x'"):
+        harness.open_suites("x", 1, tmp_path, "mini-sd", None)
+    with pytest.raises(BadInput, match="defence 'x'"):
+        harness.open_defence("x", None)
+    with pytest.raises(BadInput, match="needs --guard"):
+        harness.open_defence("ours", None)
+
+
+def test_a_prompt_file_is_a_suite(tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_text("one\ntwo\n")
+    (cases,), notes = harness.open_suites(str(path), 5, tmp_path, "mini-sd", "sneakyprompt")
+    assert [c.prompt for c in cases] == ["one", "two"] and notes
+
+
+def test_a_changed_guard_has_another_config():
+    guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
+    a, b = harness.open_defence("ours", guard)[1], harness.open_defence("paper", guard)[1]
+    assert a != b and a == harness.open_defence("ours", guard)[1]
