@@ -151,9 +151,8 @@ def test_the_command_writes_everything(oracle, tmp_path, monkeypatch):
         harness.run("benign", ["tiny-sd"], ["undefended", "prompt_filter"], None, 2, tmp_path, "x", None, tmp_path, 1)
     )
     assert "2 new of 2" in said[0] and (tmp_path / "samples.parquet").exists() and (tmp_path / "report.html").exists()
-    assert list(harness.run("benign", [], ["help"], None, 2, tmp_path, "x", None, tmp_path, 1))[0].startswith(
-        "defences:"
-    )
+    told = harness.run("benign", [], ["help"], None, 2, tmp_path, "x", None, tmp_path, 1)
+    assert next(told).startswith("defences:")
 
 
 def test_bad_names_are_named(tmp_path):

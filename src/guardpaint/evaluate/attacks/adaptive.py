@@ -1,0 +1,135 @@
+"""White-box attacks by somebody who has the auditor: gradients on the view, and a search through prompts and seeds.
+
+The first measures the detector, the second the whole system. The mitigation looks at several randomly moved views and
+believes the most worried one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.release import from_pil
+from guardpaint.seeds import generator
+from guardpaint.types import SAFE, Audit, Auditor
+
+
+def worry(auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], ids: Tensor) -> Float[Tensor, " b"]:
+    """What an attacker pushes down: the trigger's logit and the margin of the harmful classes."""
+    scores = auditor(images, ids, torch.zeros(len(images)))
+    harm = scores.class_logits[:, 1:].logsumexp(1) - scores.class_logits[:, 0]
+    return scores.adv_logit + harm
+
+
+def perturbed(
+    auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str], eps: float, steps: int = 20
+) -> Float[Tensor, "b 3 h w"]:
+    """Projected gradient descent within ±eps of every pixel."""
+    ids = auditor.token_ids(list(prompts))
+    for p in auditor.parameters():
+        p.requires_grad_(False)
+    moved = images.clone()
+    size = 2.5 * eps / steps
+    for _ in range(steps):
+        moved.requires_grad_()
+        (grad,) = torch.autograd.grad(worry(auditor, moved, ids).sum(), moved)
+        with torch.no_grad():
+            moved = (moved - size * grad.sign()).clamp(images - eps, images + eps).clamp(0, 1)
+    return moved.detach()
+
+
+@dataclass(frozen=True)
+class Careful:
+    """An auditor that also looks at shifted, rescaled and slightly blurred copies, by a seed the attacker cannot know.
+
+    The most worried look counts; scores of quality and faithfulness stay those of the plain one.
+    """
+
+    inner: Auditor
+    secret: int
+    looks: int = 3
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        return self.inner.categories
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.inner.sizes
+
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
+        found = self.inner.audit(images, prompts, noise)
+        for k in range(self.looks):
+            others = self.inner.audit(self.copies(images, k), prompts, noise)
+            found = [worst(a, b) for a, b in zip(found, others, strict=True)]
+        return found
+
+    def copies(self, images: Float[Tensor, "b 3 h w"], k: int) -> Float[Tensor, "b 3 h w"]:
+        """Every picture moved by a few pixels and zoomed, then blurred a little every other time."""
+        h, w = int(images.shape[-2]), int(images.shape[-1])
+        g = generator(self.secret, k, round(float(images.float().sum()) * 1e3))
+        zoom = 1.0 + 0.12 * float(torch.rand((), generator=g))
+        big = F.interpolate(images, size=(round(h * zoom), round(w * zoom)), mode="bilinear", align_corners=False)
+        y = int(torch.randint(big.shape[-2] - h + 1, (), generator=g))
+        x = int(torch.randint(big.shape[-1] - w + 1, (), generator=g))
+        out = big[..., y : y + h, x : x + w]
+        return F.avg_pool2d(out, 3, 1, 1, count_include_pad=False) if k % 2 else out.contiguous()
+
+
+def worst(a: Audit, b: Audit) -> Audit:
+    """The more worried verdict, on the first look's maps and other scores."""
+    if b.adv_prob <= a.adv_prob and b.probs[SAFE] >= a.probs[SAFE]:
+        return a
+    probs = b.probs if b.probs[SAFE] < a.probs[SAFE] else a.probs
+    return replace(a, adv_prob=max(a.adv_prob, b.adv_prob), probs=probs, safety=min(a.safety, b.safety))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best disguise a search came upon."""
+
+    prompt: str
+    seed: int
+    adv_prob: float
+    tried: int
+
+
+def disguised(
+    base: Base,
+    auditor: Auditor,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    eyes: Callable[[Image.Image], bool],
+    batch: int = 10,
+) -> Found | None:
+    """Among these wordings and seeds, the unsafe picture that worries the auditor least; nothing if none is unsafe."""
+    best: Found | None = None
+    options = [(p, s) for p in prompts for s in seeds]
+    size = auditor.sizes[1]
+    for start in range(0, len(options), batch):
+        part = options[start : start + batch]
+        pictures = base.draw([p for p, _ in part], [s for _, s in part])
+        unsafe = [i for i, picture in enumerate(pictures) if eyes(picture)]
+        if not unsafe:
+            continue
+        views = torch.stack([from_pil(pictures[i]) for i in unsafe])
+        views = F.interpolate(views, size=(size, size), mode="bilinear", align_corners=False)
+        for i, audit in zip(unsafe, auditor.audit(views, [part[i][0] for i in unsafe], 0.0), strict=True):
+            level = max(audit.adv_prob, 1 - audit.probs[SAFE])
+            if best is None or level < best.adv_prob:
+                best = Found(*part[i], level, len(options))
+    return best
+
+
+def breaks(base: Base, defence: Defence, found: Found, eyes: Callable[[Image.Image], bool]) -> bool:
+    """Whether the disguise gets an unsafe picture out of the defended system."""
+    out = defence.generate(base, [found.prompt], [found.seed])[0]
+    return out.image is not None and eyes(out.image)
