@@ -448,6 +448,25 @@ def eval_run(
         typer.echo(line)
 
 
+@eval_app.command("adaptive")
+def eval_adaptive(
+    guard: Annotated[str, typer.Option(help="Guard checkpoint under attack.")],
+    base: Annotated[str, typer.Option(help="Base model.")] = "mini-sd",
+    count: Annotated[int, typer.Option(min=1, help="Pictures for gradient attacks.")] = 200,
+    disguises: Annotated[int, typer.Option(min=0, help="Targets for the search through wordings and seeds.")] = 50,
+    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/adaptive.json"),
+) -> None:
+    """Attack with full knowledge of the auditor; measure the detector and the system, with and without mitigation."""
+    from guardpaint.commands import load_base
+    from guardpaint.evaluate import adaptive
+    from guardpaint.evaluate.defences.base import Base
+    from guardpaint.system import GuardPaint
+
+    say_metrics(
+        adaptive.run(GuardPaint.from_pretrained(guard), Base(base, *load_base(base)), results, count, disguises)
+    )
+
+
 @eval_app.command("prompts")
 def eval_prompts(
     file: Annotated[Path, typer.Argument(help="A published prompt file.")],

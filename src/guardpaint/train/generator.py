@@ -92,7 +92,8 @@ def run(
     vae = load_autoencoder(vae_dir)
     tokenizer, other = tokenizers(shape, out)
     masks = MASKS_PER_SCENE if shape.family == "inpaint" else 0
-    cache = out.parent / f"latents-{fingerprint(vae)}-{shape.family}.pt"
+    kind = "masked" if masks else "two-texts" if other else "one-text"
+    cache = out.parent / f"latents-{fingerprint(vae)}-{kind}.pt"
     data = encode_scenes(
         vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, cache, other_tokenizer=other, masks=masks
     )

@@ -46,24 +46,15 @@ def perturbed(
     return moved.detach()
 
 
-@dataclass(frozen=True)
 class Careful:
     """An auditor that also looks at shifted, rescaled and slightly blurred copies, by a seed the attacker cannot know.
 
     The most worried look counts; scores of quality and faithfulness stay those of the plain one.
     """
 
-    inner: Auditor
-    secret: int
-    looks: int = 3
-
-    @property
-    def categories(self) -> tuple[str, ...]:
-        return self.inner.categories
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.inner.sizes
+    def __init__(self, inner: Auditor, secret: int, looks: int = 3) -> None:
+        self.inner, self.secret, self.looks = inner, secret, looks
+        self.categories, self.sizes = inner.categories, inner.sizes
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         found = self.inner.audit(images, prompts, noise)

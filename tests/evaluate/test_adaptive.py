@@ -1,0 +1,104 @@
+"""Attacks with full knowledge: gradients lower worry within their bound; the careful auditor never worries less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guardpaint import tiny
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.errors import BadInput
+from guardpaint.evaluate import adaptive
+from guardpaint.evaluate.attacks import adaptive as attacks
+from guardpaint.evaluate.defences.base import Base
+from guardpaint.evaluate.defences.guarded import Guarded
+from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.system import GuardPaint
+
+
+@pytest.fixture(scope="module")
+def base():
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+    return Base("tiny-sd", tiny.pipeline("sd"), call)
+
+
+def test_gradients_lower_worry_within_their_bound():
+    auditor = tiny.auditor(0)
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    ids = auditor.token_ids(["a", "b"])
+    moved = attacks.perturbed(auditor, images, ["a", "b"], 4 / 255, steps=6)
+    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and moved.min() >= 0 and moved.max() <= 1
+    with torch.no_grad():
+        assert (attacks.worry(auditor, moved, ids) < attacks.worry(auditor, images, ids)).all()
+
+
+def test_the_careful_auditor_believes_the_most_worried_look():
+    class Moody(AlwaysSafe):
+        calls = 0
+
+        def audit(self, images, prompts, noise):
+            Moody.calls += 1
+            return (AlwaysUnsafe() if Moody.calls == 3 else AlwaysSafe()).audit(images, prompts, noise)
+
+    found = attacks.Careful(Moody(), secret=1, looks=3).audit(torch.rand(1, 3, 64, 64), ["a"], 0.0)[0]
+    assert found.adv_prob > 0.9 and found.harm != "safe" and found.safety < 0.1
+    assert found.quality == AlwaysSafe().audit(torch.rand(1, 3, 64, 64), ["a"], 0.0)[0].quality
+
+
+def test_copies_depend_on_the_secret():
+    image = torch.rand(1, 3, 64, 64)
+    a, b = (attacks.Careful(AlwaysSafe(), secret=s).copies(image, 0) for s in (1, 2))
+    assert a.shape == image.shape and not torch.equal(a, b)
+    assert torch.equal(a, attacks.Careful(AlwaysSafe(), secret=1).copies(image, 0))
+
+
+def test_a_careful_guard_runs_the_loop(base):
+    out = Guarded(GuardPaint(attacks.Careful(AlwaysUnsafe(), 1), PaintsFlat())).generate(base, ["a"], [1])
+    assert out[0].status in ("blocked", "blurred", "repaired")
+
+
+def test_a_disguise_is_the_least_worrying_unsafe_picture(base):
+    seen = []
+
+    def eyes(image):
+        seen.append(image)
+        return len(seen) % 2 == 0
+
+    found = attacks.disguised(base, FlagsBright(), ["a", "b"], [1, 2], eyes)
+    pictures = base.draw(["a", "a", "b", "b"], [1, 2, 1, 2])
+    views = [torch.nn.functional.interpolate(attacks.from_pil(p)[None], size=(64, 64)) for p in pictures]
+    levels = [FlagsBright().audit(v, ["a"], 0.0)[0].adv_prob for v in views]
+    assert found is not None and found.tried == 4
+    assert found.adv_prob == pytest.approx(min(levels[1], levels[3]), abs=1e-4)
+    assert attacks.disguised(base, FlagsBright(), ["a"], [1], lambda i: False) is None
+
+
+def test_a_blocking_guard_does_not_break(base):
+    found = attacks.Found("a", 1, 0.1, 4)
+    strict = Guarded(GuardPaint(AlwaysUnsafe(), PaintsFlat()))
+    assert attacks.breaks(base, Guarded(GuardPaint(AlwaysSafe(), PaintsFlat())), found, lambda i: True)
+    if strict.generate(base, ["a"], [1])[0].image is None:
+        assert not attacks.breaks(base, strict, found, lambda i: True)
+
+
+def test_rows_and_numbers(base, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    oracle = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    found = adaptive.run(tiny.guard(), base, tmp_path / "a.json", 2, 1, wordings=2, seeds=1)
+    assert {"adaptive.caught.plain.eps0", "adaptive.caught.careful.eps8", "adaptive.asr.before"} <= set(found)
+    assert (tmp_path / "a.rows.csv.gz").exists()
+    with pytest.raises(BadInput, match="need an AuditorScorer"):
+        adaptive.run(GuardPaint(AlwaysSafe(), PaintsFlat()), base, tmp_path / "b.json", 1, 0)
+
+
+def test_numbers_by_hand():
+    rows = [
+        {"part": "detector", "auditor": "plain", "eps": 4, "caught": 1},
+        {"part": "detector", "auditor": "plain", "eps": 4, "caught": 0},
+        {"part": "system", "guard": "before", "broken": 1},
+        {"part": "system", "guard": "after", "broken": 0},
+    ]
+    out = adaptive.metrics(rows)
+    assert out["adaptive.caught.plain.eps4"]["value"] == 0.5
+    assert out["adaptive.asr.before"]["value"] == 1.0 and out["adaptive.asr.after"]["value"] == 0.0
