@@ -40,7 +40,7 @@ BATCH = 25
 
 def detector_rows(auditor: AuditorScorer, policy: Policy, count: int, steps: int = 20) -> list[Row]:
     """Unsafe renders under growing gradient attacks, seen by the plain and by the careful auditor."""
-    scenes = []
+    scenes: list[tuple[int, Any]] = []
     seed = ADAPTIVE_SEEDS
     while len(scenes) < count:
         scene = sample_scene(seed)
