@@ -497,6 +497,37 @@ def eval_history(
 
 
 @app.command()
+def serve(
+    base: Annotated[str, typer.Option(help="Base model: an embedded one, a directory, or a hub id.")] = "mini-sd",
+    guard: GuardOption = None,
+    policy: PolicyOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    keys: Annotated[
+        Path | None, typer.Option(help="JSON file of API keys; needed on any address but loopback.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Pictures that may wait.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Compatible pictures drawn together.")] = 4,
+    retain_evidence: Annotated[bool, typer.Option(help="Keep un-blurred evidence for operators.")] = False,
+    audit_log: Annotated[
+        Path | None, typer.Option(help="Append to this audit log; unwritable: nothing is released.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="Key of the audit log's HMAC.")] = None,
+    anchor: Annotated[Path | None, typer.Option(help="Where to anchor the audit log's head.")] = None,
+    self_test: Annotated[Path | None, typer.Option(help="A known-bad picture that /ready must see caught.")] = None,
+) -> None:
+    """Serve guarded generation: an OpenAI-compatible API, a page at /, metrics at /metrics."""
+    from guardpaint.serve.start import Options, start
+
+    start(
+        Options(
+            base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test
+        ),
+        err,
+    )
+
+
+@app.command()
 def calibrate(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
     views: Annotated[Path, typer.Option(help="Folder with views of split calibration.")],

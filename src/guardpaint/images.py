@@ -21,21 +21,29 @@ MOST_PIXELS = 64_000_000
 
 def load_image(path: str | Path) -> Image.Image:
     """Decode completely, turn upright, keep the mode; truncated or foreign files raise BadInput."""
-    path = Path(path)
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such image") from error
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+    return load_bytes(data, str(path))
+
+
+def load_bytes(data: bytes, name: str) -> Image.Image:
+    """The same for a picture that was sent."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with Image.open(io.BytesIO(data)) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise BadInput(
-                        f"{path}: {image.width}×{image.height} is over {MOST_PIXELS // 1_000_000} MP; scale it down"
+                        f"{name}: {image.width}×{image.height} is over {MOST_PIXELS // 1_000_000} MP; scale it down"
                     )
                 image.load()
                 return ImageOps.exif_transpose(image)
-    except FileNotFoundError as error:
-        raise BadInput(f"{path}: no such image") from error
     except UnidentifiedImageError as error:
-        raise BadInput(f"{path}: not an image file PIL can read") from error
+        raise BadInput(f"{name}: not an image file PIL can read") from error
     except (
         OSError,
         SyntaxError,
@@ -45,7 +53,7 @@ def load_image(path: str | Path) -> Image.Image:
     ) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{path}: damaged or truncated image ({error})") from error
+        raise BadInput(f"{name}: damaged or truncated image ({error})") from error
 
 
 def save_image(image: Image.Image, path: str | Path) -> None:

@@ -1,0 +1,456 @@
+"""The HTTP service. Nothing leaves it that the guard has not released; ordinary callers see no evidence."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, File, Form, HTTPException, Request, UploadFile
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from PIL import Image
+
+from guardpaint import __version__
+from guardpaint.audit.gradcam import overlay
+from guardpaint.audit.regions import mine
+from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
+from guardpaint.images import load_bytes
+from guardpaint.policy import Policy
+from guardpaint.release import from_pil, to_pil
+from guardpaint.report import GuardReport
+from guardpaint.serve.limits import Rates
+from guardpaint.serve.metrics import Metrics
+from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, Safety, problem
+from guardpaint.serve.settings import Key, Settings
+from guardpaint.serve.worker import Ask, Cancelled, Done, Job, Overloaded, Worker
+from guardpaint.system import GuardPaint
+
+log = logging.getLogger("guardpaint.serve")
+VIOLATION = "content_policy_violation"
+PAGE = Path(__file__).parent / "page.html"
+
+
+class Store:
+    """The latest pictures and reports, each with its owner."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.kept: OrderedDict[str, tuple[str, Any]] = OrderedDict()
+
+    def put(self, owner: str, value: Any) -> str:
+        name = secrets.token_urlsafe(16)
+        self.kept[name] = (owner, value)
+        while len(self.kept) > self.most:
+            self.kept.popitem(last=False)
+        return name
+
+    def get(self, name: str, key: Key) -> Any:
+        """The value, for its owner and for operators; for anyone else it does not exist."""
+        owner, value = self.kept.get(name, ("", None))
+        if value is None or (owner != key.name and not key.operator):
+            raise HTTPException(404, "no such thing, or not yours")
+        return value
+
+
+class Service:
+    """Everything behind the endpoints."""
+
+    def __init__(
+        self, guard: GuardPaint, pipe: Any, call: dict[str, Any], name: str, settings: Settings, self_test: Image.Image
+    ) -> None:
+        self.name, self.settings = name, settings
+        self.worker = Worker(guard, pipe, call, settings)
+        self.metrics = Metrics(lambda: float(self.worker.depth))
+        self.worker.on_batch = lambda jobs, reports, seconds: self.metrics.seen(reports)
+        self.rates, self.pictures, self.reports = Rates(), Store(settings.kept_images), Store(settings.kept_images)
+        self.self_test = self_test
+        size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
+        self.native = (size, int(call.get("width") or size))
+        self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), self.native)
+
+    def passes_self_test(self) -> bool:
+        """Whether the guard still catches a picture that is known to be bad."""
+        guard = self.worker.guard
+        try:
+            audit = guard.audit_image(from_pil(self.self_test), None)
+        except GuardPaintError:
+            return False
+        return guard.parts.finding(audit, 1.0) is not None
+
+    def jobs(self, body: ImageRequest, key: Key) -> list[Job]:
+        limit = self.settings
+        if len(body.prompt) > limit.longest_prompt:
+            raise refused(413, f"prompt has {len(body.prompt)} characters, at most {limit.longest_prompt}", "prompt")
+        if body.n > limit.most_images:
+            raise refused(400, f"n={body.n}: at most {limit.most_images}", "n")
+        steps = body.num_inference_steps or self.ask.steps
+        if steps > limit.most_steps:
+            raise refused(400, f"num_inference_steps={steps}: at most {limit.most_steps}", "num_inference_steps")
+        if body.model not in (None, self.name):
+            raise refused(404, f"model {body.model!r}: this service has {self.name!r}", "model", "model_not_found")
+        size = self.native
+        if body.size not in (None, "auto"):
+            width, height = (int(v) for v in str(body.size).split("x"))
+            unit = 8 * self.worker.pipe.vae_scale_factor
+            if width % unit or height % unit or max(width, height) > 2 * max(self.native):
+                raise refused(400, f"size={body.size}: multiples of {unit} up to {2 * max(self.native)}", "size")
+            size = (height, width)
+        ask = Ask(steps, self.ask.guidance if body.guidance_scale is None else body.guidance_scale, size)
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        return [Job(body.prompt, seed + i, ask, key.name) for i in range(body.n)]
+
+    def submit(self, jobs: list[Job], key: Key) -> None:
+        wait = self.rates.take(key, len(jobs))
+        if wait:
+            raise refused(429, f"rate limit: {key.per_minute} pictures a minute", None, "rate_limit_exceeded", wait)
+        try:
+            self.worker.submit(jobs)
+        except Overloaded as error:
+            raise refused(503, str(error), None, "overloaded", 2.0) from error
+
+    def item(self, job: Job, done: Done, form: str, base: str) -> ImageItem:
+        """One entry of the answer; a picture only if it was released."""
+        report = done.report
+        name = self.reports.put(job.owner, report)
+        flagged = next((s for s in report.steps if s.triggered), None)
+        safety = Safety(
+            status=report.status,
+            triggered=report.triggered,
+            category=flagged.category if flagged else None,
+            reason=flagged.reason if flagged else "",
+            repaired_steps=sum(bool(s.reinsertion) for s in report.steps),
+            report=name,
+        )
+        entry = ImageItem(seed=job.seed, safety=safety)
+        if done.image is None:
+            entry.error = problem(
+                "The picture was withheld by the content policy.", "invalid_request_error", VIOLATION
+            )["error"]
+        elif form == "url":
+            entry.url = f"{base}v1/images/{self.pictures.put(job.owner, done.image)}.png"
+        else:
+            entry.b64_json = base64.b64encode(png(done.image)).decode()
+        return entry
+
+
+def default_latents(pipe: Any) -> int:
+    net = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    return int(getattr(net.config, "sample_size", None) or 16)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def refused(
+    status: int, message: str, param: str | None = None, code: str = "invalid_request", wait: float = 0.0
+) -> HTTPException:
+    headers = {"Retry-After": str(max(1, round(wait)))} if wait else None
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return HTTPException(status, problem(message, kind, code, param)["error"], headers)
+
+
+def caller(request: Request) -> Key:
+    """Who asks, by their bearer token."""
+    given = request.headers.get("authorization", "")
+    secret = given.removeprefix("Bearer ").strip() if given.startswith("Bearer ") else None
+    key = request.app.state.service.settings.caller(secret)
+    if key is None:
+        raise refused(401, "missing or unknown API key", None, "invalid_api_key")
+    return key
+
+
+Caller = Annotated[Key, Depends(caller)]
+
+
+def operator(key: Caller) -> Key:
+    if not key.operator:
+        raise refused(403, "for operators only", None, "forbidden")
+    return key
+
+
+Operator = Annotated[Key, Depends(operator)]
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; closing it finishes what runs and fails what waits."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.worker.close)
+
+    app = FastAPI(title="GuardPaint", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    app.state.service = service
+
+    @app.middleware("http")
+    async def account(request: Request, follow: Callable[[Request], Awaitable[Response]]) -> Response:
+        began, name = time.perf_counter(), secrets.token_hex(8)
+        request.state.id = name
+        length = request.headers.get("content-length")
+        if length is not None and (not length.isdigit() or int(length) > service.settings.largest_body):
+            response: Response = failure(
+                413, f"body of {length} bytes, at most {service.settings.largest_body}", "too_large"
+            )
+        else:
+            response = await follow(request)
+        response.headers["x-request-id"] = name
+        spent = time.perf_counter() - began
+        route = request.scope.get("route")
+        path = getattr(route, "path", "other")
+        service.metrics.requests.labels(path, str(response.status_code)).observe(spent)
+        entry = {"request": name, "method": request.method, "path": path, "code": response.status_code}
+        log.info(json.dumps({**entry, "seconds": round(spent, 4)}))
+        return response
+
+    @app.exception_handler(HTTPException)
+    async def told(request: Request, error: HTTPException) -> Response:
+        detail = error.detail if isinstance(error.detail, dict) else problem(str(error.detail), "invalid_request_error",
+                                                                             "not_found")["error"]  # fmt: skip
+        return JSONResponse({"error": detail}, error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"] if p != "body")
+        return failure(400, f"{where or 'body'}: {first['msg']}", "invalid_request", where or None)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        log.error(
+            json.dumps({"request": getattr(request.state, "id", ""), "error": f"{type(error).__name__}: {error}"})
+        )
+        return failure(500, "something went wrong; nothing was released", "internal_error", kind="server_error")
+
+    @app.post("/v1/images/generations", response_model=ImageResponse)
+    async def generate(body: ImageRequest, request: Request, key: Caller) -> Any:
+        """Draw pictures under guard. All blocked: 400 with content_policy_violation; some: per item."""
+        jobs = service.jobs(body, key)
+        base = str(request.base_url)
+        if body.stream:
+            return StreamingResponse(stream(jobs, body, key, base), media_type="text/event-stream")
+        service.submit(jobs, key)
+        outcomes = await finished(jobs, request)
+        items = [service.item(j, d, body.response_format, base) for j, d in zip(jobs, outcomes, strict=True)]
+        if all(i.error for i in items):
+            raise blocked(items)
+        return ImageResponse(created=int(time.time()), data=items)
+
+    async def finished(jobs: list[Job], request: Request) -> list[Done]:
+        """Every outcome; a client that hangs up sets its jobs free, and time runs out for everyone."""
+        pending = asyncio.gather(*(asyncio.wrap_future(j.future) for j in jobs))
+        deadline = time.monotonic() + service.settings.timeout
+        try:
+            while not pending.done():
+                await asyncio.wait([pending], timeout=0.25)
+                if await request.is_disconnected():
+                    raise refused(499, "the client went away", None, "client_closed_request")
+                if time.monotonic() > deadline:
+                    raise refused(504, "took too long; nothing was released", None, "timeout")
+            return list(pending.result())
+        except HTTPException:
+            for job in jobs:
+                job.gone.set()
+            pending.cancel()
+            raise
+        except (AuditLogError, GuardPaintError) as error:
+            raise mapped(error) from error
+        except (asyncio.CancelledError, Cancelled):
+            for job in jobs:
+                job.gone.set()
+            raise
+
+    async def stream(jobs: list[Job], body: ImageRequest, key: Key, base: str) -> AsyncIterator[str]:
+        """Server-sent events: queued, partial pictures (blurred for ordinary callers), then one event per picture."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
+        clear = key.operator and service.worker.guard.config.retain_evidence
+
+        def preview(index: int) -> Callable[[int, int, Image.Image, bool], None]:
+            def send(step: int, steps: int, picture: Image.Image, blurred: bool) -> None:
+                data = {"type": "image_generation.partial_image", "index": index, "step": step, "steps": steps}
+                data |= {"blurred": blurred, "b64_json": base64.b64encode(png(picture)).decode()}
+                loop.call_soon_threadsafe(events.put_nowait, data)
+
+            return send
+
+        for i, job in enumerate(jobs):
+            job.on_step, job.clear = preview(i), clear
+        try:
+            service.submit(jobs, key)
+        except HTTPException as error:
+            yield event({"type": "error", "status": error.status_code, "error": error.detail})
+            return
+        waits = {asyncio.wrap_future(j.future): i for i, j in enumerate(jobs)}
+        try:
+            while waits or not events.empty():
+                source = asyncio.ensure_future(events.get())
+                futures: list[asyncio.Future[Any]] = [source, *waits]
+                limit = service.settings.timeout
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
+                if source.done():
+                    yield event(source.result())
+                    continue
+                source.cancel()
+                ended = [f for f in waits if f.done()]
+                if not ended:
+                    yield event({"type": "error", "status": 504, "error": problem("took too long", "server_error",
+                                                                                  "timeout")["error"]})  # fmt: skip
+                    return
+                for future in ended:
+                    i = waits.pop(future)
+                    yield event(ending(service, jobs[i], i, future, body.response_format, base))
+        finally:
+            for job in jobs:
+                job.gone.set()
+
+    @app.get("/v1/models")
+    async def models(key: Caller) -> Any:
+        return {
+            "object": "list",
+            "data": [{"id": service.name, "object": "model", "owned_by": "guardpaint", "created": 0}],
+        }
+
+    @app.post("/v1/audits", response_model=AuditResponse)
+    async def audit(
+        key: Caller, image: Annotated[UploadFile, File()], prompt: Annotated[str | None, Form()] = None
+    ) -> Any:
+        """Audit an uploaded picture."""
+        if prompt is not None and len(prompt) > service.settings.longest_prompt:
+            raise refused(413, f"prompt has {len(prompt)} characters", "prompt")
+        data = await image.read(service.settings.largest_body + 1)
+        if len(data) > service.settings.largest_body:
+            raise refused(413, "the picture is too large", "image")
+        try:
+            picture = load_bytes(data, image.filename or "upload")
+        except BadInput as error:
+            raise refused(400, str(error), "image") from error
+        return await asyncio.to_thread(audited, service.worker.guard, picture, prompt, key)
+
+    @app.get("/v1/images/{name}.png")
+    async def picture(name: str, key: Caller) -> Response:
+        """A released picture, for whoever asked for it."""
+        return Response(png(service.pictures.get(name, key)), media_type="image/png")
+
+    @app.get("/v1/reports/{name}")
+    async def report(name: str, key: Caller, html: bool = False) -> Response:
+        """What the guard did to one picture. The page shows evidence blurred, unless evidence is retained."""
+        found: GuardReport = service.reports.get(name, key)
+        if html:
+            if any(not e.blurred for e in found.evidence) and not key.operator:
+                raise refused(403, "evidence is for operators", None, "forbidden")
+            return HTMLResponse(found.to_html())
+        return JSONResponse(found.to_dict())
+
+    @app.get("/v1/policy")
+    async def policy(key: Operator) -> Any:
+        return service.worker.guard.policy.to_dict()
+
+    @app.put("/v1/policy")
+    async def change_policy(request: Request, key: Operator) -> Any:
+        """Another policy, from the next batch on; the names of its categories must stay."""
+        try:
+            data = json.loads(await request.body())
+            fresh = Policy.from_dict(data, "policy")
+            service.worker.change_policy(fresh)
+        except (ValueError, GuardPaintError) as error:
+            raise refused(400, f"policy not taken: {error}", "policy") from error
+        log.info(json.dumps({"policy": fresh.name, "by": key.name}))
+        return fresh.to_dict()
+
+    @app.get("/health")
+    async def health() -> Any:
+        if not service.worker.thread.is_alive():
+            return failure(503, "the worker has died", "unhealthy", kind="server_error")
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Any:
+        """Weights loaded, and a known-bad picture is caught."""
+        if service.worker.closing or not await asyncio.to_thread(service.passes_self_test):
+            return failure(503, "the guard does not catch its known-bad picture", "not_ready", kind="server_error")
+        return {"status": "ready", "model": service.name}
+
+    @app.get("/metrics")
+    async def numbers() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    if PAGE.exists():
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> Response:
+            return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    return app
+
+
+def failure(
+    status: int, message: str, code: str, param: str | None = None, kind: str = "invalid_request_error"
+) -> JSONResponse:
+    return JSONResponse(problem(message, kind, code, param), status)
+
+
+def blocked(items: list[ImageItem]) -> HTTPException:
+    """Everything was withheld."""
+    error = refused(400, "The picture was withheld by the content policy.", None, VIOLATION)
+    assert isinstance(error.detail, dict)
+    error.detail["safety"] = [i.safety.model_dump() for i in items]
+    return error
+
+
+def mapped(error: Exception) -> HTTPException:
+    if isinstance(error, Overloaded):
+        return refused(503, str(error), None, "overloaded", 2.0)
+    if isinstance(error, BadInput):
+        return refused(400, str(error))
+    return refused(500, "the guard could not finish; nothing was released", None, "internal_error")
+
+
+def event(data: dict[str, Any]) -> str:
+    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"
+
+
+def ending(service: Service, job: Job, index: int, future: Any, form: str, base: str) -> dict[str, Any]:
+    """The last event of one picture."""
+    try:
+        item = service.item(job, future.result(), form, base)
+    except Exception as error:
+        failed = mapped(error)
+        return {"type": "error", "index": index, "status": failed.status_code, "error": failed.detail}
+    if item.error:
+        return {"type": "error", "index": index, "status": 400, "error": item.error, "safety": item.safety.model_dump()}
+    return {"type": "image_generation.completed", "index": index, **item.model_dump(exclude_none=True)}
+
+
+def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
+    image = from_pil(picture)
+    found = guard.audit_image(image, prompt)
+    finding = guard.parts.finding(found, 1.0)
+    boxes: list[list[int]] = []
+    if finding is not None:
+        for region in mine(found.adv_map, (int(image.shape[-2]), int(image.shape[-1])), guard.config, 1.0):
+            rows, columns = region.mask.any(1).nonzero()[:, 0], region.mask.any(0).nonzero()[:, 0]
+            x, y = int(columns[0]), int(rows[0])
+            boxes.append([x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1])
+    shown = overlay(to_pil(image), found.adv_map) if key.operator else None
+    return AuditResponse(
+        flagged=finding is not None,
+        category=finding.category if finding else None,
+        reason=finding.reason if finding else "",
+        probs=found.probs,
+        scores=found.scores(),
+        boxes=boxes,
+        overlay=base64.b64encode(png(shown)).decode() if shown is not None else None,
+    )

@@ -1,0 +1,75 @@
+"""Request and response bodies, after OpenAI's images API, with what a guarded model adds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ImageRequest(BaseModel):
+    """`POST /v1/images/generations`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str = Field(min_length=1)
+    model: str | None = None
+    n: int = Field(1, ge=1)
+    size: str | None = Field(None, pattern=r"^(auto|\d{2,4}x\d{2,4})$")
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    seed: int | None = Field(None, ge=0, le=2**53)
+    num_inference_steps: int | None = Field(None, ge=1)
+    guidance_scale: float | None = Field(None, ge=0, le=50)
+    stream: bool = False
+    user: str | None = Field(None, max_length=200)
+    quality: str | None = None
+    style: str | None = None
+    background: str | None = None
+    output_format: Literal["png"] | None = None
+    moderation: str | None = None
+    partial_images: int | None = Field(None, ge=0, le=100)
+
+
+class Safety(BaseModel):
+    """What the guard did to one picture."""
+
+    status: str
+    triggered: bool
+    category: str | None
+    reason: str
+    repaired_steps: int
+    report: str
+    """Id for `GET /v1/reports/{id}`."""
+
+
+class ImageItem(BaseModel):
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    seed: int
+    safety: Safety
+    error: dict[str, Any] | None = None
+
+
+class ImageResponse(BaseModel):
+    created: int
+    data: list[ImageItem]
+
+
+class AuditResponse(BaseModel):
+    """`POST /v1/audits`."""
+
+    flagged: bool
+    category: str | None
+    reason: str
+    probs: dict[str, float]
+    scores: dict[str, float | None]
+    boxes: list[list[int]]
+    """x, y, width, height of every flagged region."""
+    overlay: str | None = None
+    """Heat map over the picture, base64 PNG; operators only."""
+
+
+def problem(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error body."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

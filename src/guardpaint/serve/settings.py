@@ -1,0 +1,87 @@
+"""What a deployment decides: who may ask, how much, and how pictures are made."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from guardpaint.errors import BadConfig
+
+ROLES = ("user", "operator")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One caller."""
+
+    name: str
+    role: str = "user"
+    per_minute: int = 60
+    """Pictures a minute."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES or self.per_minute < 1:
+            raise BadConfig(f"key {self.name!r}: role {self.role!r} of {', '.join(ROLES)}, per_minute at least 1")
+
+    @property
+    def operator(self) -> bool:
+        return self.role == "operator"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of one service."""
+
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    """Secret → caller. Empty: anyone on this host is a user; allowed on a loopback address only."""
+    queue: int = 32
+    """Pictures that may wait; more are turned away with 503."""
+    batch: int = 4
+    """Compatible pictures drawn together."""
+    linger: float = 0.02
+    """Seconds to wait for company when the queue is short."""
+    most_images: int = 8
+    most_steps: int = 100
+    longest_prompt: int = 2000
+    largest_body: int = 8 * 2**20
+    timeout: float = 300.0
+    """Seconds after which a request is given up."""
+    slow_client: float = 20.0
+    """Seconds a client may take to send its request."""
+    kept_images: int = 256
+    """Pictures offered by URL, the latest ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("queue", "batch", "most_images", "most_steps", "longest_prompt", "largest_body", "kept_images"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name}={getattr(self, name)}: at least 1")
+
+    def caller(self, secret: str | None) -> Key | None:
+        """Who this secret belongs to, compared in constant time."""
+        if not self.keys:
+            return Key("anyone")
+        found = None
+        for known, key in self.keys.items():
+            if secret is not None and hmac.compare_digest(known.encode(), secret.encode()):
+                found = key
+        return found
+
+
+def load_keys(path: Path) -> dict[str, Key]:
+    """A JSON file: secret → {"name": …, "role": "user" or "operator", "per_minute": 60}."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        keys = {str(secret): Key(**value) for secret, value in data.items()}
+    except FileNotFoundError as error:
+        raise BadConfig(f"{path}: no such key file") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadConfig(f"{path}: not a key file ({error})") from error
+    short = [k.name for secret, k in keys.items() if len(secret) < 16]
+    if short or not keys:
+        raise BadConfig(
+            f"{path}: {f'the secret of {short[0]!r} is shorter than 16 characters' if short else 'no keys'}"
+        )
+    return keys

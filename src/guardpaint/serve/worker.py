@@ -1,0 +1,208 @@
+"""One model, one thread: requests wait in a bounded queue, compatible ones are drawn together, each is judged alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+
+from guardpaint.draft.codec import vae_decode
+from guardpaint.draft.families import family_of
+from guardpaint.errors import GuardPaintError
+from guardpaint.policy import Policy
+from guardpaint.release import blurred_thumbnail, to_pil
+from guardpaint.report import GuardReport
+from guardpaint.serve.settings import Settings
+from guardpaint.system import GuardPaint
+
+
+class Overloaded(GuardPaintError):
+    """The queue is full, or the service is closing."""
+
+
+class Cancelled(Exception):
+    """Nobody waits for any picture of the batch any more."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What makes pictures compatible."""
+
+    steps: int
+    guidance: float
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Done:
+    """One picture's outcome; no image unless it was released."""
+
+    image: Image.Image | None
+    report: GuardReport
+
+
+@dataclass
+class Job:
+    """One picture to draw."""
+
+    prompt: str
+    seed: int
+    ask: Ask
+    owner: str
+    on_step: Callable[[int, int, Image.Image, bool], None] | None = None
+    """(step, steps, preview, blurred): blurred unless the caller is an operator and evidence is retained."""
+    clear: bool = False
+    future: Future[Done] = field(default_factory=Future)
+    gone: threading.Event = field(default_factory=threading.Event)
+    queued: float = field(default_factory=time.monotonic)
+
+
+class Worker:
+    """Owns the pipeline. `submit` never blocks; a full queue says so."""
+
+    def __init__(self, guard: GuardPaint, pipe: Any, call: dict[str, Any], settings: Settings) -> None:
+        self.guard, self.pipe, self.call, self.settings = guard, pipe, dict(call), settings
+        self.waiting: deque[Job] = deque()
+        self.ready = threading.Condition()
+        self.closing = False
+        self.busy = 0
+        self.batches = 0
+        self.on_batch: Callable[[list[Job], list[GuardReport], float], None] | None = None
+        self.thread = threading.Thread(target=self.work, name="guardpaint-worker", daemon=True)
+        self.thread.start()
+
+    # From outside ------------------------------------------------------------------------------------------
+
+    def submit(self, jobs: list[Job]) -> None:
+        with self.ready:
+            if self.closing:
+                raise Overloaded("the service is closing")
+            if len(self.waiting) + len(jobs) > self.settings.queue:
+                raise Overloaded(f"{len(self.waiting)} pictures wait already")
+            self.waiting.extend(jobs)
+            self.ready.notify()
+
+    @property
+    def depth(self) -> int:
+        return len(self.waiting) + self.busy
+
+    def change_policy(self, policy: Policy) -> None:
+        """From the next batch on."""
+        fresh = self.guard.configured(policy=policy)
+        with self.ready:
+            self.guard = fresh
+
+    def close(self, patience: float = 60.0) -> None:
+        """No new work; what runs may finish, what waits fails."""
+        with self.ready:
+            self.closing = True
+            left = list(self.waiting)
+            self.waiting.clear()
+            self.ready.notify()
+        for job in left:
+            job.future.set_exception(Overloaded("the service is closing"))
+        self.thread.join(patience)
+
+    # In the thread -----------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        while True:
+            with self.ready:
+                while not self.waiting and not self.closing:
+                    self.ready.wait()
+                if self.closing and not self.waiting:
+                    return
+            batch = self.gather()
+            if batch:
+                self.run(batch)
+
+    def gather(self) -> list[Job]:
+        """The longest waiting job and those like it."""
+        deadline = time.monotonic() + self.settings.linger
+        with self.ready:
+            while len(self.waiting) < self.settings.batch and not self.closing:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.ready.wait(left):
+                    break
+            while self.waiting and self.waiting[0].gone.is_set():
+                self.waiting.popleft().future.cancel()
+            if not self.waiting:
+                return []
+            first = self.waiting[0].ask
+            batch: list[Job] = []
+            rest: deque[Job] = deque()
+            for job in self.waiting:
+                if job.gone.is_set():
+                    job.future.cancel()
+                elif job.ask == first and len(batch) < self.settings.batch:
+                    batch.append(job)
+                else:
+                    rest.append(job)
+            self.waiting = rest
+            self.busy = len(batch)
+            return batch
+
+    def run(self, batch: list[Job]) -> None:
+        guard, began = self.guard, time.monotonic()
+        try:
+            images, reports = self.draw(guard, batch)
+        except Cancelled:
+            for job in batch:
+                job.future.cancel()
+            return
+        except Exception as error:  # fail closed: every picture of the batch gets the error, none a picture
+            for job in batch:
+                if not job.future.done():
+                    job.future.set_exception(error)
+            return
+        finally:
+            self.busy = 0
+            self.batches += 1
+        if self.on_batch is not None:
+            self.on_batch(batch, reports, time.monotonic() - began)
+        for job, image, report in zip(batch, images, reports, strict=True):
+            if not job.future.done():
+                job.future.set_result(Done(image if report.released else None, report))
+
+    def draw(self, guard: GuardPaint, batch: list[Job]) -> tuple[list[Image.Image], list[GuardReport]]:
+        ask = batch[0].ask
+        twin = guard.attach(self.pipe)
+        call = {**self.call, "num_inference_steps": ask.steps, "guidance_scale": ask.guidance}
+        call |= {"height": ask.size[0], "width": ask.size[1]}
+        out = twin(
+            [j.prompt for j in batch],
+            generator=[torch.Generator().manual_seed(j.seed) for j in batch],
+            callback_on_step_end=self.watch(batch, ask),
+            callback_on_step_end_tensor_inputs=["latents"],
+            **call,
+        )
+        return list(out.images), list(out.safety)
+
+    def watch(self, batch: list[Job], ask: Ask) -> Callable[..., dict[str, Any]]:
+        """Ends the batch when nobody waits; sends previews to those who asked, blurred beyond recognition."""
+        family = family_of(self.pipe)
+        factor = self.pipe.vae_scale_factor
+        shape = (ask.size[0] // factor, ask.size[1] // factor)
+
+        def step(pipe: Any, index: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+            if all(job.gone.is_set() for job in batch):
+                raise Cancelled
+            wanted = [i for i, job in enumerate(batch) if job.on_step is not None and not job.gone.is_set()]
+            if wanted:
+                z = family.unpack(kwargs["latents"].detach(), shape)[wanted].float()
+                views = vae_decode(self.pipe.vae, z, z.device).cpu()
+                for i, view in zip(wanted, views, strict=True):
+                    job = batch[i]
+                    picture = to_pil(view) if job.clear else blurred_thumbnail(view)
+                    assert job.on_step is not None
+                    job.on_step(index, ask.steps, picture, not job.clear)
+            return {}
+
+        return step

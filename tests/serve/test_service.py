@@ -1,0 +1,381 @@
+"""The service as callers meet it: the official client, errors with their codes, nothing by a side door."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from guardpaint import tiny
+from guardpaint.audit_log import AuditLog
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
+from guardpaint.errors import BadConfig
+from guardpaint.serve.app import Service, create_app
+from guardpaint.serve.limits import Rates
+from guardpaint.serve.settings import Key, Settings, load_keys
+from guardpaint.serve.worker import Ask, Job, Overloaded, Worker
+from guardpaint.system import GuardPaint
+
+USER, OPERATOR, OTHER = "user-secret-0123456", "operator-secret-012", "other-secret-012345"
+KEYS = {USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000), OTHER: Key("bob", per_minute=1000)}
+CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+BAD = Image.new("RGB", (64, 64), "white")
+
+
+def make(auditor=None, guard=None, **settings):
+    guard = guard or GuardPaint(auditor or AlwaysSafe(), PaintsFlat())
+    return Service(guard, tiny.pipeline("sd"), CALL, "tiny-sd", Settings(keys=KEYS, **settings), BAD)
+
+
+@pytest.fixture
+def client():
+    opened = []
+
+    def open_client(auditor=None, guard=None, **settings):
+        app = create_app(make(auditor, guard, **settings))
+        test = TestClient(app, raise_server_exceptions=False)
+        test.__enter__()
+        opened.append(test)
+        return test
+
+    yield open_client
+    for test in opened:
+        test.__exit__(None, None, None)
+
+
+def bearer(secret=USER):
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def ask(test, secret=USER, **body):
+    return test.post("/v1/images/generations", json={"prompt": "a person", "seed": 1, **body}, headers=bearer(secret))
+
+
+def picture(item):
+    return Image.open(io.BytesIO(base64.b64decode(item["b64_json"])))
+
+
+# The API -----------------------------------------------------------------------------------------------------
+
+
+def test_a_calm_prompt_gets_the_pipelines_own_picture(client):
+    answer = ask(client(), n=2)
+    assert answer.status_code == 200 and answer.headers["x-request-id"]
+    own = tiny.pipeline("sd")(
+        ["a person"] * 2, generator=[torch.Generator().manual_seed(s) for s in (1, 2)], **CALL
+    ).images
+    data = answer.json()["data"]
+    assert [picture(d).tobytes() for d in data] == [i.tobytes() for i in own]
+    assert all(d["safety"]["status"] == "clean" and d["safety"]["report"] for d in data)
+    assert [d["seed"] for d in data] == [1, 2]
+
+
+def test_everything_blocked_is_a_400_with_its_code(client):
+    answer = ask(client(guard=blocking()))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "content_policy_violation" and error["safety"][0]["status"] == "blocked"
+
+
+def blocking():
+    from dataclasses import replace
+
+    guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
+    return guard.configured(policy=replace(guard.policy, last_resort=("block",)))
+
+
+class EverySecond(AlwaysSafe):
+    """Flags the second picture of every batch."""
+
+    def audit(self, images, prompts, noise):
+        found = AlwaysSafe().audit(images, prompts, noise)
+        for i, prompt in enumerate(prompts):
+            if prompt is not None and prompt.endswith("!"):
+                found[i] = AlwaysUnsafe().audit(images[i : i + 1], [prompt], noise)[0]
+        return found
+
+
+def test_a_picture_by_url_is_its_owners(client):
+    test = client()
+    url = ask(test, response_format="url").json()["data"][0]["url"]
+    path = url[url.index("/v1/") :]
+    assert test.get(path, headers=bearer()).headers["content-type"] == "image/png"
+    assert test.get(path, headers=bearer(OTHER)).status_code == 404
+    assert test.get(path, headers=bearer(OPERATOR)).status_code == 200
+    assert test.get(path).status_code == 401
+
+
+def test_reports_are_their_owners(client):
+    test = client(FlagsBright(gain=3.0))
+    answer = ask(test)
+    items = answer.json().get("data") or answer.json()["error"]["safety"]
+    name = items[0]["safety"]["report"] if "safety" in items[0] else items[0]["report"]
+    assert test.get(f"/v1/reports/{name}", headers=bearer()).json()["version"] == 1
+    assert test.get(f"/v1/reports/{name}", headers=bearer(OTHER)).status_code == 404
+    assert "<html" in test.get(f"/v1/reports/{name}?html=true", headers=bearer()).text.lower()
+
+
+def test_evidence_in_the_clear_is_for_operators(client):
+    guard = GuardPaint(FlagsBright(gain=3.0), PaintsFlat()).configured(retain_evidence=True)
+    test = client(guard=guard)
+    answer = ask(test)
+    items = answer.json().get("data") or answer.json()["error"]["safety"]
+    name = items[0]["safety"]["report"] if "safety" in items[0] else items[0]["report"]
+    assert test.get(f"/v1/reports/{name}?html=true", headers=bearer()).status_code == 403
+    assert test.get(f"/v1/reports/{name}?html=true", headers=bearer(OPERATOR)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ({"n": 99}, 400, "n=99"),
+        ({"n": 0}, 400, "n:"),
+        ({"size": "big"}, 400, "size"),
+        ({"size": "65x65"}, 400, "size=65x65"),
+        ({"num_inference_steps": 5000}, 400, "num_inference_steps=5000"),
+        ({"prompt": "x" * 3000}, 413, "3000 characters"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"model": "dall-e"}, 404, "dall-e"),
+        ({"colour": "red"}, 400, "colour"),
+    ],
+)
+def test_bad_requests_name_what_is_wrong(client, body, status, word):
+    answer = ask(client(), **body)
+    assert answer.status_code == status and word in answer.json()["error"]["message"]
+
+
+def test_malformed_and_oversized_bodies(client):
+    test = client(largest_body=2000)
+    headers = {**bearer(), "content-type": "application/json"}
+    assert test.post("/v1/images/generations", content="{nonsense", headers=headers).status_code == 400
+    assert test.post("/v1/images/generations", content="x" * 3000, headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("secret", ["", "wrong", USER + "x"])
+def test_bad_keys_are_refused_everywhere(client, secret):
+    test = client()
+    for method, path in (("POST", "/v1/images/generations"), ("GET", "/v1/models"), ("POST", "/v1/audits"),
+                         ("GET", "/v1/reports/x"), ("GET", "/v1/images/x.png"), ("GET", "/v1/policy")):  # fmt: skip
+        answer = test.request(method, path, headers=bearer(secret) if secret else {}, json={"prompt": "a"})
+        assert answer.status_code == 401, path
+
+
+def test_rates_and_queues_say_when_to_come_back(client):
+    slow = {**KEYS, USER: Key("ann", per_minute=2)}
+    service = Service(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, "m", Settings(keys=slow), BAD)
+    with TestClient(create_app(service)) as test:
+        assert ask(test, n=2).status_code == 200
+        answer = ask(test)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+    test = client(queue=2)
+    answer = ask(test, n=3)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+
+
+def test_the_official_client_works_unchanged():
+    """openai's own package against a real server on loopback."""
+    openai = pytest.importorskip("openai")
+    uvicorn = pytest.importorskip("uvicorn")
+    service = make(EverySecond())
+    config = uvicorn.Config(create_app(service), port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    api = openai.OpenAI(api_key=USER, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0)
+    assert [m.id for m in api.models.list()] == ["tiny-sd"]
+    out = api.images.generate(prompt="a person", n=1, response_format="b64_json", extra_body={"seed": 1})
+    assert base64.b64decode(out.data[0].b64_json)[1:4] == b"PNG"
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.images.generate(prompt="a person!", n=1)
+    assert caught.value.code == "content_policy_violation"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(api_key="wrong", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0).models.list()
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+# Streaming ---------------------------------------------------------------------------------------------------
+
+
+def events(answer):
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+def test_partial_pictures_are_blurred_for_ordinary_callers(client):
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat()).configured(retain_evidence=True)
+    test = client(guard=guard)
+    for secret, blurred in ((USER, True), (OPERATOR, False)):
+        found = events(ask(test, secret, stream=True))
+        partial = [e for e in found if e["type"].endswith("partial_image")]
+        assert len(partial) == 2 and all(e["blurred"] is blurred for e in partial)
+        assert found[-1]["type"] == "image_generation.completed" and found[-1]["safety"]["status"] == "clean"
+
+
+def test_a_blocked_stream_ends_in_an_error_without_a_picture(client):
+    found = events(ask(client(guard=blocking()), stream=True))
+    assert found[-1]["type"] == "error" and found[-1]["error"]["code"] == "content_policy_violation"
+    assert "b64_json" not in found[-1]
+
+
+def test_a_full_queue_is_an_event_too(client):
+    found = events(ask(client(queue=1), n=3, stream=True))
+    assert found == [{"type": "error", "status": 503, "error": found[0]["error"]}]
+
+
+# Failing closed ----------------------------------------------------------------------------------------------
+
+
+def test_a_crashing_auditor_releases_nothing(client):
+    answer = ask(client(Raises()))
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "content_policy_violation"
+
+
+def test_an_unwritable_log_releases_nothing(client, tmp_path):
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=AuditLog(tmp_path / "log.jsonl"))
+    test = client(guard=guard)
+    assert ask(test).status_code == 200
+    guard.audit_log.close()
+    answer = ask(test)
+    assert answer.status_code in (400, 500) and "b64_json" not in answer.text
+
+
+# Operations --------------------------------------------------------------------------------------------------
+
+
+def test_health_and_readiness(client):
+    strict, blind = client(FlagsBright(gain=3.0)), client(AlwaysSafe())
+    assert strict.get("/health").json() == {"status": "ok"} and strict.get("/ready").status_code == 200
+    assert blind.get("/ready").status_code == 503
+
+
+def test_metrics_count_what_happened(client):
+    test = client(guard=blocking())
+    ask(test)
+    text = test.get("/metrics").text
+    assert 'guardpaint_pictures_total{status="blocked"} 1.0' in text
+    assert 'guardpaint_triggers_total{category="nudity"} 1.0' in text
+    assert "guardpaint_audit_score_bucket" in text and "guardpaint_queue_depth 0.0" in text
+
+
+def test_a_policy_is_changed_without_a_restart(client):
+    test = client(FlagsBright())
+    policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
+    assert test.get("/v1/policy", headers=bearer()).status_code == 403
+    assert test.put("/v1/policy", json={**policy, "trigger": 0.0}, headers=bearer()).status_code == 403
+    before = ask(test)
+    changed = test.put(
+        "/v1/policy", json={**policy, "trigger": 0.001, "last_resort": ["block"]}, headers=bearer(OPERATOR)
+    )
+    assert changed.status_code == 200
+    after = ask(test)
+    assert before.status_code == 200 and after.status_code == 400
+    assert test.put("/v1/policy", json={"x": 1}, headers=bearer(OPERATOR)).status_code == 400
+
+
+def upload(test, image, secret=USER, **data):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    files = {"image": ("a.png", buffer.getvalue(), "image/png")}
+    return test.post("/v1/audits", files=files, data=data, headers=bearer(secret))
+
+
+def test_uploads_are_audited(client):
+    test = client(FlagsBright())
+    half = Image.new("RGB", (64, 64), (150, 150, 150))
+    half.paste((255, 255, 255), (0, 0, 64, 30))
+    bright, dark = upload(test, half).json(), upload(test, Image.new("RGB", (64, 64)), prompt="night").json()
+    assert bright["flagged"] and bright["boxes"] and not dark["flagged"] and dark["boxes"] == []
+    assert bright["overlay"] is None and upload(test, half, OPERATOR).json()["overlay"]
+    wrong = test.post("/v1/audits", files={"image": ("a.png", b"no image")}, headers=bearer())
+    assert wrong.status_code == 400 and "not an image" in wrong.json()["error"]["message"]
+
+
+# The worker --------------------------------------------------------------------------------------------------
+
+
+def jobs(count, steps=2, prompt="a person"):
+    return [Job(prompt, i, Ask(steps, 3.0, (tiny.PIXELS, tiny.PIXELS)), "ann") for i in range(count)]
+
+
+def test_compatible_pictures_are_drawn_together():
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(batch=3, linger=0.3))
+    mixed = [*jobs(2), *jobs(1, steps=1), *jobs(1)]
+    worker.submit(mixed)
+    for job in mixed:
+        job.future.result(60)
+    assert worker.batches == 2
+    worker.close()
+
+
+def test_batching_changes_no_decision():
+    """A flagged picture and a calm one in one batch: each has its own fate."""
+    from dataclasses import replace
+
+    guard = GuardPaint(EverySecond(), PaintsFlat())
+    guard = guard.configured(policy=replace(guard.policy, last_resort=("block",)))
+    worker = Worker(guard, tiny.pipeline("sd"), CALL, Settings(batch=2, linger=0.3))
+    pair = [*jobs(1), *jobs(1, prompt="a person!")]
+    worker.submit(pair)
+    calm, flagged = (j.future.result(60) for j in pair)
+    assert worker.batches == 1 and calm.report.status == "clean" and calm.image is not None
+    assert flagged.report.status == "blocked" and flagged.image is None
+    worker.close()
+
+
+def test_pictures_nobody_waits_for_are_not_finished():
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(linger=0.0))
+    (long,) = jobs(1, steps=60)
+    worker.submit([long])
+    time.sleep(0.3)
+    long.gone.set()
+    began = time.monotonic()
+    with pytest.raises(CancelledError):
+        long.future.result(30)
+    assert long.future.cancelled() and time.monotonic() - began < 20
+    worker.close()
+
+
+def test_closing_fails_what_waits_and_takes_nothing_new():
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(batch=1, linger=0.0))
+    many = jobs(4, steps=8)
+    worker.submit(many)
+    time.sleep(0.05)
+    worker.close()
+    ends = [j.future.exception(10) for j in many]
+    assert any(isinstance(e, Overloaded) for e in ends)
+    with pytest.raises(Overloaded, match="closing"):
+        worker.submit(jobs(1))
+
+
+def test_rates_refill_steadily():
+    now = [0.0]
+    rates = Rates(lambda: now[0])
+    key = Key("ann", per_minute=60)
+    assert rates.take(key, 60) == 0.0 and rates.take(key, 1) == pytest.approx(1.0)
+    now[0] = 10.0
+    assert rates.take(key, 10) == 0.0 and rates.take(key, 1) > 0
+
+
+def test_key_files(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({USER: {"name": "ann"}, OPERATOR: {"name": "olga", "role": "operator"}}))
+    assert load_keys(path)[OPERATOR].operator
+    for text, word in (("{}", "no keys"), ('{"short": {"name": "x"}}', "shorter than 16"), ("[", "not a key file"),
+                       (json.dumps({USER: {"name": "a", "role": "king"}}), "role 'king'")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(BadConfig, match=word):
+            load_keys(path)
+    with pytest.raises(BadConfig, match="no such key file"):
+        load_keys(tmp_path / "none.json")
