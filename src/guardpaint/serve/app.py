@@ -27,7 +27,7 @@ from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
 from guardpaint.images import load_bytes
 from guardpaint.policy import Policy
 from guardpaint.release import from_pil, to_pil
-from guardpaint.report import GuardReport
+from guardpaint.report import Evidence, GuardReport
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, Safety, problem
@@ -354,6 +354,24 @@ def create_app(service: Service) -> FastAPI:
             return HTMLResponse(found.to_html())
         return JSONResponse(found.to_dict())
 
+    @app.get("/v1/reports/{name}/evidence")
+    async def evidence(name: str, key: Caller) -> Any:
+        """Pictures of the process: blurred for their owner, in the clear (if retained) for operators."""
+        found: GuardReport = service.reports.get(name, key)
+        shown = [e for e in found.evidence if e.blurred or key.operator]
+        return [
+            {"step": e.step, "kind": e.kind, "index": e.index, "blurred": e.blurred,
+             "b64_json": base64.b64encode(png(e.image)).decode(),
+             "heat": heat_url(e) if key.operator and e.heat is not None else None}
+            for e in shown
+        ]  # fmt: skip
+
+    @app.get("/v1/me")
+    async def me(key: Caller) -> Any:
+        policy = service.worker.guard.policy
+        return {"name": key.name, "role": key.role, "model": service.name, "trigger": policy.trigger,
+                "steps": service.ask.steps, "size": list(service.native)}  # fmt: skip
+
     @app.get("/v1/policy")
     async def policy(key: Operator) -> Any:
         return service.worker.guard.policy.to_dict()
@@ -416,6 +434,11 @@ def mapped(error: Exception) -> HTTPException:
     if isinstance(error, BadInput):
         return refused(400, str(error))
     return refused(500, "the guard could not finish; nothing was released", None, "internal_error")
+
+
+def heat_url(evidence: Evidence) -> str:
+    """The heat map over its picture."""
+    return base64.b64encode(png(overlay(evidence.image.convert("RGB"), evidence.heat))).decode()
 
 
 def event(data: dict[str, Any]) -> str:
