@@ -32,6 +32,7 @@ from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, Safety, problem
 from guardpaint.serve.settings import Key, Settings
+from guardpaint.serve.trace import record, tracer
 from guardpaint.serve.worker import Ask, Cancelled, Done, Job, Overloaded, Worker
 from guardpaint.system import GuardPaint
 
@@ -71,12 +72,18 @@ class Service:
         self.name, self.settings = name, settings
         self.worker = Worker(guard, pipe, call, settings)
         self.metrics = Metrics(lambda: float(self.worker.depth))
-        self.worker.on_batch = lambda jobs, reports, seconds: self.metrics.seen(reports)
+        self.tracer = tracer()
+        self.worker.on_batch = self.account
         self.rates, self.pictures, self.reports = Rates(), Store(settings.kept_images), Store(settings.kept_images)
         self.self_test = self_test
         size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
         self.native = (size, int(call.get("width") or size))
         self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), self.native)
+
+    def account(self, jobs: list[Job], reports: list[GuardReport], seconds: float) -> None:
+        self.metrics.seen(reports)
+        if self.tracer is not None:
+            record(self.tracer, reports, seconds)
 
     def passes_self_test(self) -> bool:
         """Whether the guard still catches a picture that is known to be bad."""
