@@ -1,0 +1,56 @@
+"""Deployment files: they parse, name files that exist, and ask Prometheus for metrics the service has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from guardpaint.serve.metrics import Metrics
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_compose_mounts_what_is_there():
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert (DEPLOY / source).exists(), source
+    assert (DEPLOY / "../deploy/Dockerfile").exists()
+    assert all(":" in s["image"] and "latest" not in s["image"] for s in compose["services"].values() if "image" in s)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    metrics = Metrics(lambda: 0.0)
+    metrics.stages.labels("audit").observe(1)
+    metrics.requests.labels("/", "200").observe(1)
+    for counter in (metrics.pictures, metrics.triggers):
+        counter.labels("x").inc()
+    have = set(re.findall(r"^(guardpaint_\w+)", metrics.text().decode(), re.M))
+    board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
+    asked = {m for p in board["panels"] for t in p["targets"] for m in re.findall(r"guardpaint_\w+", t["expr"])}
+    assert asked <= have, asked - have
+
+
+def test_commands_in_the_files_are_known():
+    from typer.testing import CliRunner
+
+    from guardpaint.cli import app
+
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", "--help"]).output
+    for name in ("Dockerfile", "guardpaint.service"):
+        text = (DEPLOY / name).read_text().split("guardpaint", 1)[1]
+        used = set(re.findall(r"--(?:host|port|keys|audit-log|key-file|anchor|base)\b", text))
+        assert used and all(option in shown for option in used)
+
+
+def test_prometheus_and_datasource_agree():
+    board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
+    source = yaml.safe_load((DEPLOY / "grafana/datasource.yaml").read_text())["datasources"][0]
+    assert {p["datasource"]["uid"] for p in board["panels"]} == {source["uid"]}
+    scrape = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
+    assert scrape["static_configs"][0]["targets"] == ["guardpaint:8000"]
