@@ -211,6 +211,15 @@ class Sd(Recipe):
         out = self.unet(noisy, t, encoder_hidden_states=self.text(batch.ids).last_hidden_state).sample
         return self.weighted(out, batch, t)
 
+    def adopt(self, pipe: Any) -> None:
+        """A finished mini-sd's network and words. Inputs it does not have (mask, pooled text) start without effect."""
+        if not hasattr(pipe, "unet"):
+            return super().adopt(pipe)
+        widen(self.unet, pipe.unet)
+        self.text.load_state_dict(pipe.text_encoder.float().state_dict())
+        self.adopted = (self.text,)
+        return None
+
     def noised(self, batch: Batch) -> tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"]]:
         t = (batch.level * len(self.alphas)).long()
         alpha = self.alphas[t].view(-1, 1, 1, 1)
@@ -255,12 +264,6 @@ class Inpaint(Sd):
         both = torch.cat([noisy, batch.mask, batch.masked], 1).contiguous(memory_format=torch.channels_last)
         return self.weighted(self.unet(both, t, encoder_hidden_states=states).sample, batch, t)
 
-    def adopt(self, pipe: Any) -> None:
-        """The same network, with untouched weights for the new channels at zero."""
-        widen(self.unet, pipe.unet)
-        self.text.load_state_dict(pipe.text_encoder.float().state_dict())
-        self.adopted = (self.text,)
-
 
 class Sdxl(Sd):
     """StableDiffusionXLPipeline: two text encoders, pooled text and size ids."""
@@ -282,12 +285,6 @@ class Sdxl(Sd):
             addition_time_embed_dim=self.TIME_WIDTH,
             projection_class_embeddings_input_dim=config.text_width + 6 * self.TIME_WIDTH,
         )
-
-    def adopt(self, pipe: Any) -> None:
-        """mini-sd's network and words; the second encoder, the pooled text and the sizes are still to be learned."""
-        widen(self.unet, pipe.unet)
-        self.text.load_state_dict(pipe.text_encoder.float().state_dict())
-        self.adopted = (self.text,)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         t, noisy = self.noised(batch)
