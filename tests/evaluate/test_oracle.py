@@ -97,3 +97,24 @@ def test_it_learns_and_is_measured(tmp_path):
 def test_trained_scenes_never_meet_the_held_out_ones():
     assert trainer.HELD_OUT - trainer.ORACLE_SEEDS > 10_000 * 64
     assert trainer.ORACLE_SEEDS > vae.TEST_SEEDS > vae.TRAIN_SEEDS
+
+
+def test_small_things_are_looked_for_place_by_place(tmp_path):
+    """A warm-started oracle with spots says at first exactly what the one before said; then its maps can add to it."""
+    from guardpaint.evaluate.oracle import PRESENT
+    from guardpaint.train import oracle as training
+    from guardpaint.train.engine import TrainConfig
+
+    torch.manual_seed(0)
+    plain = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))))
+    plain.save(tmp_path / "old")
+    before = Oracle.load(tmp_path / "old")
+    shape = OracleConfig(channels=(8, 8, 8, 8), spots=8)
+    config = TrainConfig(steps=1, batch_size=2, learning_rate=1e-9, seed=1, ema=0.0)
+    net = training.train(shape, config, [], tmp_path / "run", None, True, tmp_path / "old")
+    images = vae.scenes(0, 2)
+    a, b = before.judge(images), Oracle(net).judge(images)
+    for name in PRESENT:
+        torch.testing.assert_close(a.attributes[name], b.attributes[name], atol=2e-2, rtol=0)
+    Oracle(net).save(tmp_path / "new")
+    assert Oracle.load(tmp_path / "new").net.config.spots == 8

@@ -37,6 +37,8 @@ class OracleConfig:
     """Widths from half resolution down to a sixteenth."""
 
     channels: tuple[int, ...] = (32, 64, 96, 128)
+    spots: int = 0
+    """Width of the layer that looks for small things place by place; 0: none."""
 
 
 class Residual(nn.Module):
@@ -69,6 +71,11 @@ class OracleNet(nn.Module):
         self.trunk = nn.Sequential(nn.Linear(pooled, 192), nn.ReLU())
         self.category = nn.Linear(192, len(CATEGORIES))
         self.heads = nn.ModuleDict({name: nn.Linear(192, len(v)) for name, v in (CHOICES | PRESENT).items()})
+        if config.spots:
+            self.spots = Residual(widths[0] + 12, config.spots)
+            self.maps = nn.Conv2d(config.spots, sum(map(len, PRESENT.values())), 1)
+            nn.init.zeros_(self.maps.weight)
+            nn.init.zeros_(self.maps.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> dict[str, Tensor]:
         folded = nn.functional.pixel_unshuffle(images, 2)
@@ -79,9 +86,13 @@ class OracleNet(nn.Module):
         x = levels[-1]
         for block, level in zip(reversed(self.up), reversed(levels[:-1]), strict=True):
             x = block(torch.cat([level, nn.functional.interpolate(x, scale_factor=2.0)], 1))
-        dense = nn.functional.pixel_shuffle(self.pixels(torch.cat([x, folded], 1)), 2)
+        fine = torch.cat([x, folded], 1)
+        dense = nn.functional.pixel_shuffle(self.pixels(fine), 2)
         features = self.trunk(torch.cat([*pools, x.amax((2, 3))], 1))
         found = {name: head(features) for name, head in self.heads.items()}
+        if self.config.spots:
+            peaks = self.maps(self.spots(fine)).amax((2, 3)).split([len(v) for v in PRESENT.values()], 1)
+            found |= {name: found[name] + peak for name, peak in zip(PRESENT, peaks, strict=True)}
         return {"category": self.category(features), "pixels": dense, "features": features, **found}
 
 
@@ -124,7 +135,7 @@ class Oracle:
         """The embedded oracle, or one from a folder."""
         folder = folder or Path(__file__).parent.parent / "assets" / "oracle"
         shape = read_json(folder / "config.json")
-        net = OracleNet(OracleConfig(channels=tuple(shape["channels"])))
+        net = OracleNet(OracleConfig(tuple(shape["channels"]), shape.get("spots", 0)))
         load_state(net, folder)
         return cls(net)
 

@@ -93,11 +93,12 @@ def train_oracle(
     vae: Annotated[list[Path], typer.Option(help="Autoencoder whose round trips it should know; may be repeated.")],
     out: Out,
     minutes: Minutes = None,
+    warm: Annotated[Path | None, typer.Option(help="Start from the weights of this finished oracle.")] = None,
 ) -> None:
     """Train the oracle that judges paper-doll pictures in evaluations; the guard never uses it."""
     from guardpaint.train import oracle
 
-    oracle.run(config, vae, out, minutes)
+    oracle.run(config, vae, out, minutes, warm)
 
 
 Inpainter = Annotated[str, typer.Option(help="Inpainting pipeline to start from: a directory, or mini-inpaint.")]

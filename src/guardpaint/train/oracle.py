@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from guardpaint.checkpoint import load_strict
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import pixels_of
@@ -22,7 +23,11 @@ from guardpaint.world.scene import sample_scene
 
 ORACLE_SEEDS = 40_000_000
 """The oracle's own scenes: no other component trains on them."""
+UNSEEN = 1_000_000
+"""A warm-started run trains on scenes this far on."""
 HELD_OUT = 45_000_000
+SMALL = {"prop": 3.0}
+"""Weight of what is easily overlooked."""
 ROUND_TRIPS = 0.5
 """Share of a batch that passes through an autoencoder first."""
 
@@ -39,7 +44,9 @@ def losses(net: nn.Module, batch: tuple[Tensor, Truth]) -> dict[str, Tensor]:
     both = (unsafe * inside).sum((1, 2)) + 1
     missed = (1 - both / (unsafe.sum((1, 2)) + inside.sum((1, 2)) - both + 2)).mean()
     choices = sum(f.cross_entropy(out[name], want.choices[name]) for name in CHOICES)
-    present = sum(f.binary_cross_entropy_with_logits(out[name], want.present[name]) for name in PRESENT)
+    present = sum(
+        SMALL.get(name, 1.0) * f.binary_cross_entropy_with_logits(out[name], want.present[name]) for name in PRESENT
+    )
     total = category + 2.0 * pixels + missed + 0.3 * choices + 2.0 * present
     return {"loss": total, "category": category, "pixels": pixels, "dice": missed}
 
@@ -93,22 +100,35 @@ def held_out_rows(oracle: Oracle, first: int, count: int, batch: int = 100) -> l
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     overlaps = [r["iou"] for r in rows if r["iou"] is not None]
     checks = [v for r in rows for k, v in r.items() if k.startswith("right_")]
+    props = [r["right_prop"] for r in rows if "right_prop" in r]
     return {
         "accuracy": sum(r["said"] == r["category"] for r in rows) / len(rows),
         "iou": sum(overlaps) / max(1, len(overlaps)),
         "attributes": sum(checks) / len(checks),
+        "props": sum(props) / max(1, len(props)),
     }
 
 
 def train(
-    shape: OracleConfig, config: TrainConfig, vaes: Sequence[Any], out: Path, minutes: float | None, quiet: bool
+    shape: OracleConfig,
+    config: TrainConfig,
+    vaes: Sequence[Any],
+    out: Path,
+    minutes: float | None,
+    quiet: bool,
+    warm: Path | None = None,
 ) -> OracleNet:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         net = OracleNet(shape)
+    if warm is not None:
+        new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
+        load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
+
+    first = ORACLE_SEEDS + (UNSEEN if warm is not None else 0)
 
     def batches(step: int) -> tuple[Tensor, Truth]:
-        images, want = labelled(ORACLE_SEEDS + step * config.batch_size, config.batch_size)
+        images, want = labelled(first + step * config.batch_size, config.batch_size)
         g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         return disturbed(images, vaes, g), want
 
@@ -123,11 +143,18 @@ def train(
     return fitted
 
 
-def run(config_file: Path, vae_dirs: Sequence[Path], out: Path, minutes: float | None, quiet: bool = False) -> None:
+def run(
+    config_file: Path,
+    vae_dirs: Sequence[Path],
+    out: Path,
+    minutes: float | None,
+    warm: Path | None = None,
+    quiet: bool = False,
+) -> None:
     """Train, measure on held-out renders, save with its card."""
     shape, config = load_config(config_file, OracleConfig)
     torch.set_num_threads(config.threads)
-    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet)
+    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm)
     done = finished(out, config)
     if done is None:
         return
@@ -135,7 +162,7 @@ def run(config_file: Path, vae_dirs: Sequence[Path], out: Path, minutes: float |
     oracle.save(out / "model")
     found = summary(held_out_rows(oracle, HELD_OUT, 2000))
     vaes = " ".join(f"--vae {v}" for v in vae_dirs)
-    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
+    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}" + (f" --warm {warm}" if warm else "")
     metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
     write_card(out, command, done, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
     print(found)
