@@ -175,3 +175,20 @@ def test_a_changed_guard_has_another_config():
     guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
     a, b = harness.open_defence("ours", guard)[1], harness.open_defence("paper", guard)[1]
     assert a != b and a == harness.open_defence("ours", guard)[1]
+
+
+def test_settings_and_ablations_by_name():
+    guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
+    defence, config = harness.open_defence("ours:candidates=3,view=stepped", guard)
+    assert defence.guard.config.candidates == 3 and defence.guard.config.view == "stepped"
+    assert defence.name == "ours:candidates=3,view=stepped" and config != harness.open_defence("ours", guard)[1]
+    assert len(harness.expanded(["ablation:size", "ours"])) == 17
+    for name, members in harness.ABLATIONS.items():
+        for member in members:
+            harness.open_defence(member, guard)
+        assert harness.expanded([f"ablation:{name}"]) == list(members)
+    for bad, word in (("ours:x=1", "setting 'x=1'"), ("ours:candidates=many", "is a number"), ("sld:x=1", "defence")):
+        with pytest.raises(BadInput, match=word):
+            harness.open_defence(bad, guard)
+    with pytest.raises(BadInput, match="ablation 'x'"):
+        harness.expanded(["ablation:x"])

@@ -37,21 +37,65 @@ POST_HOC = {
     "post_hoc_inpaint": post_hoc.PostHocInpaint,
 }
 GUARDED = ("ours", "paper", "ours_ladder_off")
+ABLATIONS: dict[str, tuple[str, ...]] = {
+    "size": tuple(f"ours:candidates={n},audits={x}" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)),
+    "view": ("ours", "ours:view=stepped"),
+    "gates": ("ours", "ours:f_gate=off", "ours:p_gate=off", "ours:f_gate=relative", "ours:f_gate=absolute"),
+    "selection": ("ours", "ours:selection=first"),
+    "mask": ("ours:mask_threshold=calibrated", "ours:mask_threshold=percentile"),
+    "reinsertion": tuple(
+        f"ours:reinsertion={rule}"
+        for rule in ("held_substitution", "x0_substitution", "direct_blend", "ddpm_noise", "ddim_inversion",
+                     "null_text", "flow_ode")
+    ),
+}  # fmt: skip
+"""Suites of SPEC §7: `--defence ablation:NAME` runs every member."""
 DEFENCES = (*FREE, *POST_HOC, *GUARDED)
 
 
+def expanded(names: Sequence[str]) -> list[str]:
+    """Defences by name; an ablation stands for all of its members."""
+    out: list[str] = []
+    for name in names:
+        kind, _, which = name.partition(":")
+        if kind == "ablation":
+            if which not in ABLATIONS:
+                raise BadInput(f"ablation {which!r}: choose among {', '.join(ABLATIONS)}")
+            out += ABLATIONS[which]
+        else:
+            out.append(name)
+    return list(dict.fromkeys(out))
+
+
+def changed(guard: GuardPaint, text: str) -> GuardPaint:
+    """The guard under other settings: "candidates=3,view=stepped"."""
+    settings: dict[str, Any] = {}
+    known = guard.config.to_dict()
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in known or not value:
+            raise BadInput(f"setting {part!r}: write NAME=VALUE with a setting of the guard's configuration")
+        kind = type(known[name])
+        try:
+            settings[name] = kind(value) if kind in (int, float) else value
+        except ValueError as error:
+            raise BadInput(f"setting {part!r}: {name} is a number") from error
+    return guard.configured(**settings)
+
+
 def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
-    """A defence and a hash of what it is made of."""
+    """A defence and a hash of what it is made of. `ours:candidates=3,audits=4` changes settings of the guard."""
     if name in FREE:
         return FREE[name](), ""
-    if name not in DEFENCES:
+    kind, _, options = name.partition(":")
+    if kind not in DEFENCES or (options and kind not in GUARDED):
         raise BadInput(f"defence {name!r}: choose among {', '.join(DEFENCES)}")
     if guard is None:
         raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
-    if name in GUARDED:
-        made: Defence = guarded.variants(guard)[name]
-        settings = made.guard.config.to_dict()  # type: ignore[attr-defined]
-        settings["policy"] = made.guard.policy.to_dict()  # type: ignore[attr-defined]
+    if kind in GUARDED:
+        ready = changed(guarded.variants(guard)[kind].guard, options)
+        made: Defence = guarded.Guarded(ready, name)
+        settings = {**ready.config.to_dict(), "policy": ready.policy.to_dict()}
     else:
         extra = {"pipe": open_inpainter("mini-inpaint")} if name == "post_hoc_inpaint" else {}
         made = POST_HOC[name](guard.parts, **extra)
@@ -89,11 +133,12 @@ def run(
     """Every suite × base × defence; says what it did, line by line."""
     if "help" in defences:
         yield "defences: " + ", ".join(DEFENCES)
+        yield "settings: ours:NAME=VALUE,… · ablations: " + ", ".join(f"ablation:{a}" for a in ABLATIONS)
         return
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
     yield from (f"not as published: {note}" for note in notes)
     loaded = GuardPaint.from_pretrained(guard) if guard else None
-    opened = [open_defence(name, loaded) for name in defences]
+    opened = [open_defence(name, loaded) for name in expanded(defences)]
     oracle, rows = Oracle.load(), runner.Rows(out)
     for name in bases:
         pipe, call = load_base(name)
