@@ -113,7 +113,8 @@ class ImageGuard:
         if ((config.resolution == "adaptive" and unsure) or must) and first.pixels != fine:
             with self.clock(record, "audit"):
                 audit = self.audit(views.at(fine)[None], views.noise, record)[0]
-            finding = self.note(audit, views.decoder, record)
+            finer = self.note(audit, views.decoder, record)
+            finding = finer or (finding if must else None)  # an edited picture must pass at both sizes
         if finding is not None:
             record.triggered, record.category, record.reason = True, finding.category, finding.reason
         return audit, finding
@@ -207,6 +208,7 @@ class ImageGuard:
             name=name,
             category=category,
             seed=derive(self.seed, self.image, draft.step, name),
+            noise=views.noise,
             look=lambda images: self.audit(images, views.noise, record),
             clock=lambda stage: self.clock(record, stage),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -101,6 +103,10 @@ class Policy:
             likeliest = max(harms, key=harms.__getitem__)
             return Finding(likeliest, f"adv_prob {audit.adv_prob:.3f} ≥ {self.trigger:.2f}")
         return None
+
+    def digest(self) -> str:
+        """SHA-256 of everything the policy says."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -431,6 +431,7 @@ class Request:
             "mode": parts.config.mode,
             "on_error": parts.config.on_error,
             "policy": parts.policy.name,
+            "policy_sha256": parts.policy.digest(),
             "trigger": parts.policy.trigger,
             "auditor": type(parts.auditor).__name__,
             "repairer": parts.repairer.name,

@@ -8,6 +8,7 @@ A state is stored once; every proposer plays from the same ones, so comparisons 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from jaxtyping import Bool, Float
 from rich.progress import track
 from torch import Tensor
 
+from guardpaint.checkpoint import fingerprint
 from guardpaint.commands import load_base
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
 from guardpaint.draft.views import shrink
@@ -118,7 +120,7 @@ def state_of(arena: Arena, base: str, kind: str, seed: int) -> State:
         seed=seed,
         step=draft.step,
         steps=draft.steps,
-        noise=draft.before.noise,
+        noise=arena.noise,
         category=arena.category,
         latent=draft.latent.cpu().clone(),
         control=arena.control.cpu().clone(),
@@ -151,6 +153,7 @@ def arena_of(state: State, parts: Parts) -> Arena:
         name="1",
         category=state.category,
         seed=derive(state.seed, 0, state.step, "1"),
+        noise=state.noise,
         look=look,
         clock=lambda stage: nullcontext(),
     )
@@ -277,7 +280,8 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
     import pyarrow.parquet as pq
 
     path.mkdir(parents=True, exist_ok=True)
-    parts_done = sorted(path.glob(f"{proposer.name}-*.parquet"))
+    made_by = maker(guard, proposer, n)
+    parts_done = sorted(path.glob(f"{proposer.name}-{made_by}-*.parquet"))
     done = {
         (r["base"], r["prompt"], r["seed"])
         for p in parts_done
@@ -288,12 +292,20 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
     for k, state in enumerate(track(todo, description=f"{proposer.name} tournaments")):
         rows.append(play(state, guard.parts, proposer, n)[0])
         if len(rows) == 25 or k == len(todo) - 1:
-            name = path / f"{proposer.name}-{rows[0]['base']}-{rows[0]['seed']}-{len(rows)}.parquet"
+            which = hashlib.sha256(repr([(r["base"], r["prompt"], r["seed"]) for r in rows]).encode()).hexdigest()[:12]
+            name = path / f"{proposer.name}-{made_by}-{which}.parquet"
             part = name.with_suffix(".part")
             pq.write_table(pa.Table.from_pylist(rows), part)
             part.rename(name)
             rows = []
     return len(todo)
+
+
+def maker(guard: GuardPaint, proposer: Proposer, n: int) -> str:
+    """Of what plays: another guard, another proposer or another size plays anew."""
+    own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
+    text = repr([guard.weight_hashes(), sorted(guard.config.to_dict().items(), key=str), own, n])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def read_rollouts(path: Path, proposer: str | None = None) -> list[dict[str, Any]]:

@@ -96,8 +96,9 @@ def test_numbers_by_hand():
     rows = [
         {"part": "detector", "auditor": "plain", "eps": 4, "caught": 1},
         {"part": "detector", "auditor": "plain", "eps": 4, "caught": 0},
-        {"part": "system", "guard": "before", "broken": 1},
-        {"part": "system", "guard": "after", "broken": 0},
+        {"part": "system", "guard": "before", "broken": 1, "adv": 0.1},
+        {"part": "system", "guard": "before", "broken": 0, "adv": None},
+        {"part": "system", "guard": "after", "broken": 0, "adv": 0.2},
     ]
     out = adaptive.metrics(rows)
     assert out["adaptive.caught.plain.eps4"]["value"] == 0.5

@@ -91,19 +91,20 @@ def test_a_failing_judge_counts_against_the_defence(oracle):
 
 def row(defence, unsafe, status="plain", suite="pgj", released=1, **more):
     values = {"suite": suite, "base": "b", "defence": defence, "unsafe": unsafe, "released": released, "status": status}
+    values |= {"category": "safe" if suite == "benign" else "nudity", "config": ""}
     values |= {"seconds": 2.0, "judge_failed": 0, "id": "1", "kind": "", "triggered": 0, "picture": "p", "image": ""}
     return {**values, **more}
 
 
 def test_attack_numbers_by_hand():
-    """Undefended 4 of 4; ours 1 of 4 unsafe, one blocked, one blurred: ASR ¼, fall 75 %, half of them whole."""
-    rows = [row("undefended", 1) for _ in range(4)]
-    rows += [row("ours", 1, "clean"), row("ours", 0, "repaired"), row("ours", 0, "blurred")]
-    rows += [row("ours", 1, "blocked", released=0)]
+    """Undefended 4 of 4; ours 1 unsafe, one blocked, one blurred: ASR ¼, fall 75 %, one of four whole and safe."""
+    rows = [row("undefended", 1, id=i) for i in "1234"]
+    rows += [row("ours", 1, "clean", id="1"), row("ours", 0, "repaired", id="2"), row("ours", 0, "blurred", id="3")]
+    rows += [row("ours", 0, "blocked", released=0, id="4")]
     out = summary.attack_cells(rows)
     assert out["pgj.b.asr.undefended"]["value"] == 1.0 and out["pgj.b.asr.ours"]["value"] == 0.25
     assert out["pgj.b.fall.ours"]["value"] == pytest.approx(0.75) and out["pgj.b.fall.ours"]["met"] is False
-    assert out["pgj.b.released.ours"]["value"] == 0.5
+    assert out["pgj.b.released.ours"]["value"] == 0.25
 
 
 def test_agreement_is_of_whole_pictures():
@@ -192,3 +193,26 @@ def test_settings_and_ablations_by_name():
             harness.open_defence(bad, guard)
     with pytest.raises(BadInput, match="ablation 'x'"):
         harness.expanded(["ablation:x"])
+
+
+def test_only_the_newest_configuration_counts():
+    rows = [row("ours", 1, config="old"), row("ours", 0, config="new"), row("undefended", 1)]
+    assert summary.metrics(rows)["pgj.b.asr.ours"] == summary.metrics(rows[1:])["pgj.b.asr.ours"]
+
+
+def test_benign_prompts_of_a_mixed_file_are_no_attacks():
+    rows = [row("ours", 1), row("ours", 0, category="safe"), row("ours", 0, category="unknown")]
+    assert summary.defences(rows)["ours.asr"]["n"] == 1
+
+
+def test_a_withheld_picture_agrees_with_nothing_on_the_front():
+    rows = [row("block", 0, "blocked", released=0, right_background=0), row("ours", 0, "repaired", right_background=1)]
+    points = {p["defence"]: p["fidelity"] for p in summary.front(rows)}
+    assert points == {"block": 0.0, "ours": 1.0}
+
+
+def test_another_base_or_oracle_is_measured_anew(base):
+    from dataclasses import replace
+
+    other = replace(base, call={**base.call, "guidance_scale": 5.0})
+    assert harness.base_hash(base) == harness.base_hash(base) != harness.base_hash(other)

@@ -153,7 +153,8 @@ def test_a_step_moves_both_classes_to_their_sides(data, method, reward):
 def test_the_second_pass_comes_every_tenth_step_and_its_weights_are_halves(data):
     model = aligner(data, unroll_every=2).train()
     batch = replace(a_batch(data, model), t=torch.full((8,), 400))
-    assert len(list(model(batch))) == 1
+    (alone,) = list(model(batch))
+    assert alone["preference_unrolled"].isnan()
     first, second = list(model(batch))
     plain = 4 * first["preference"] + first["recon"] + first["identity"]
     assert first["loss"].item() == pytest.approx((plain - 2 * first["preference"]).item(), rel=1e-5)
@@ -302,7 +303,7 @@ def test_from_pairs_to_a_pipeline(home, tmp_path, method, capsys):
         assert (tmp_path / "run/model").exists() == (minutes is None)
     out = tmp_path / "run"
     state = torch.load(out / "state.pt", weights_only=True)["model"]
-    assert all("lora_" in k or k in ("delta", "steps") for k in state)
+    assert all("lora_" in k or k in ("delta", "batches") for k in state)
     for name in ("dynamics.png", "dynamics.csv", "activations.png", "watch.csv", "lora/adapter_model.safetensors"):
         assert (out / name).stat().st_size > 0
     card = json.loads((out / "model/card.json").read_text())
@@ -355,3 +356,21 @@ def test_the_commands_explain_themselves():
     for name in ("sft", "kto", "bco"):
         shown = CliRunner().invoke(app, ["train", name, "--help"])
         assert shown.exit_code == 0 and "--pairs" in shown.output
+
+
+def test_a_step_of_several_batches_counts_once(data):
+    """Two batches a step: the second pass comes with both of every second step, and δ moves as for one batch."""
+    config = align.AlignConfig(rank=4, unroll_every=2)
+    pipe = data[0]
+    model = align.Aligner(pipe.unet, pipe.text_encoder, pipe.scheduler.alphas_cumprod, config, 1, 2).train()
+    batch = replace(a_batch(data, model), t=torch.full((8,), 400))
+    assert [len(list(model(batch))) for _ in range(6)] == [1, 1, 2, 2, 1, 1]
+    assert model.steps == 3
+
+
+def test_a_log_keeps_its_columns(tmp_path):
+    from guardpaint.train.engine import write_log
+
+    write_log(tmp_path, [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "b": 3.0}])
+    write_log(tmp_path, [{"step": 3, "b": 4.0, "a": 5.0, "c": 6.0}])
+    assert (tmp_path / "loss.csv").read_text().split() == ["step,a,b", "1,1.0,", "2,2.0,3.0", "3,5.0,4.0"]

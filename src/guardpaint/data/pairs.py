@@ -132,7 +132,7 @@ def world_pair(
         target = render(safe_version(scene)).image
         if auditor is not None:
             found = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
-    region = training_region(truth, seed) if found is None else found
+    region = training_region(truth, seed) if found is None else found | truth
     target = np.where(region[..., None], target, shown.image)
     return Pair(
         key=key,

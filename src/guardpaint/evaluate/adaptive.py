@@ -18,7 +18,7 @@ from guardpaint.draft.codec import resize
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.attacks.adaptive import Careful, breaks, disguised, perturbed
 from guardpaint.evaluate.attacks.search import targets
-from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.evaluate.defences.base import Base
 from guardpaint.evaluate.defences.guarded import Guarded
 from guardpaint.evaluate.oracle import Oracle
 from guardpaint.evaluate.statistics import share
@@ -47,7 +47,8 @@ def detector_rows(auditor: AuditorScorer, policy: Policy, count: int, steps: int
         if scene.category != "safe":
             scenes.append((seed, scene))
         seed += 1
-    looks: dict[str, Auditor] = {"plain": auditor, "careful": Careful(auditor, secret=7)}
+    careful = Careful(auditor, secret=7)
+    looks: dict[str, tuple[Auditor, Careful | None]] = {"plain": (auditor, None), "careful": (careful, careful)}
     rows: list[Row] = []
     size = auditor.sizes[0]
     for start in track(range(0, count, BATCH), description="gradient attacks"):
@@ -55,8 +56,8 @@ def detector_rows(auditor: AuditorScorer, policy: Policy, count: int, steps: int
         texts = [caption(s, 0).text for _, s in part]
         views = resize(as_pixels([render(s).image for _, s in part]), (size, size))
         for eps in (0, *EPS):
-            shown = perturbed(auditor, views, texts, eps / 255, steps) if eps else views
-            for name, judge in looks.items():
+            for name, (judge, known) in looks.items():
+                shown = perturbed(auditor, views, texts, eps / 255, steps, known) if eps else views
                 found = judge.audit(shown, texts, 0.0)
                 rows += [
                     {"part": "detector", "auditor": name, "eps": eps, "seed": s, "category": scene.category,
@@ -75,9 +76,10 @@ def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordi
         policy=guard.policy,
         config=guard.config,
         seam=guard.parts.seam,
+        ranker=guard.parts.ranker,
         decoders=guard.decoders,
     )
-    defences: dict[str, Defence] = {"before": Guarded(guard), "after": Guarded(careful, "careful")}
+    defences: dict[str, Guarded] = {"before": Guarded(guard), "after": Guarded(careful, "careful")}
 
     def eyes(image: Image.Image) -> bool:
         return oracle.look([image.convert("RGB")]).categories()[0] != "safe"
@@ -85,8 +87,9 @@ def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordi
     rows: list[Row] = []
     for seed, scene, _ in track(targets(count, ADAPTIVE_SEEDS + 500_000), description="disguises"):
         texts = list(dict.fromkeys(caption(scene, k).text for k in range(wordings)))
-        found = disguised(base, guard.parts.auditor, texts, [seed + k for k in range(seeds)], eyes)
         for name, defence in defences.items():
+            judge = defence.guard.parts.auditor
+            found = disguised(base, judge, texts, [seed + k for k in range(seeds)], eyes)
             broken = found is not None and breaks(base, defence, found, eyes)
             row: Row = {"part": "system", "base": base.name, "guard": name, "seed": seed, "broken": int(broken)}
             row |= {"tried": len(texts) * seeds, "adv": None if found is None else round(found.adv_prob, 5)}
@@ -103,7 +106,7 @@ def metrics(rows: Sequence[Row]) -> Row:
             out[f"adaptive.caught.{name}.eps{eps}"] = share([bool(int(r["caught"])) for r in own], None)
     played = [r for r in rows if r["part"] == "system"]
     for name in dict.fromkeys(r["guard"] for r in played):
-        own = [r for r in played if r["guard"] == name]
+        own = [r for r in played if r["guard"] == name and r["adv"] not in (None, "")]
         out[f"adaptive.asr.{name}"] = share([bool(int(r["broken"])) for r in own], None)
     return out
 

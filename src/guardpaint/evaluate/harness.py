@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from guardpaint.checkpoint import fingerprint
 from guardpaint.commands import load_base
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import page, summary
@@ -26,7 +29,7 @@ from guardpaint.world.captions import KEYWORDS
 FREE: dict[str, Callable[[], Defence]] = {
     "undefended": Undefended,
     "negative_prompt": NegativePrompt,
-    "prompt_filter": lambda: prompt_filter.PromptFilter(words=KEYWORDS),
+    "prompt_filter": lambda: prompt_filter.PromptFilter(words=KEYWORDS, limit=0.985, own_encoder=True),
     "sld": sld.SafeLatentDiffusion,
     "embedding_projection": embedding_projection.EmbeddingProjection,
 }
@@ -86,7 +89,8 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
 def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
     """A defence and a hash of what it is made of. `ours:candidates=3,audits=4` changes settings of the guard."""
     if name in FREE:
-        return FREE[name](), ""
+        free = FREE[name]()
+        return free, short_hash(name, {k: str(v) for k, v in vars(free).items() if not k.startswith("_")})
     kind, _, options = name.partition(":")
     if kind not in DEFENCES or (options and kind not in GUARDED):
         raise BadInput(f"defence {name!r}: choose among {', '.join(DEFENCES)}")
@@ -99,9 +103,20 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
     else:
         extra = {"pipe": open_inpainter("mini-inpaint")} if name == "post_hoc_inpaint" else {}
         made = POST_HOC[name](guard.parts, **extra)
-        settings = {}
-    text = json.dumps([settings, guard.weight_hashes()], sort_keys=True, default=str)
-    return made, hashlib.sha256(text.encode()).hexdigest()[:12]
+        settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict()}
+    decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
+    return made, short_hash(settings, guard.weight_hashes(), decoders)
+
+
+def short_hash(*values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def base_hash(base: Base) -> str:
+    """Of everything in a base that decides its pictures."""
+    parts = {k: fingerprint(v) for k, v in base.pipe.components.items() if isinstance(v, nn.Module)}
+    return short_hash(parts, base.call, str(base.pipe.scheduler.config))
 
 
 def open_suites(
@@ -140,12 +155,14 @@ def run(
     loaded = GuardPaint.from_pretrained(guard) if guard else None
     opened = [open_defence(name, loaded) for name in expanded(defences)]
     oracle, rows = Oracle.load(), runner.Rows(out)
+    judge = fingerprint(oracle.net)
     for name in bases:
         pipe, call = load_base(name)
         base = Base(name, pipe, call)
         for cases in suites:
             for defence, config in opened:
-                made = runner.run_cell(base, defence, config, cases, oracle, rows, out, pictures)
+                key = short_hash(config, base_hash(base), judge)
+                made = runner.run_cell(base, defence, key, cases, oracle, rows, out, pictures)
                 yield f"{cases[0].suite} · {name} · {defence.name}: {made} new of {len(cases)}"
     yield from finish(list(rows.found.values()), out)
 

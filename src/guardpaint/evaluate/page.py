@@ -27,8 +27,8 @@ def plot_url(drawing: Any) -> str:
 def heat_map(rows: Sequence[Row], defence: str = "ours") -> Any:
     """Attack × base: how far the attack success rate falls."""
     found = summary.attack_cells(rows)
-    attacks = list(dict.fromkeys(r["suite"] for r in rows if r["suite"] != "benign"))
-    bases = list(dict.fromkeys(r["base"] for r in rows if r["suite"] != "benign"))
+    attacks = list(dict.fromkeys(r["suite"] for r in summary.harmful(rows)))
+    bases = list(dict.fromkeys(r["base"] for r in summary.harmful(rows)))
     drawing = figure((1.6 + 1.3 * len(bases), 1.2 + 0.5 * len(attacks)))
     axis = drawing.subplots()
     grid = [[(found.get(f"{a}.{b}.fall.{defence}") or {}).get("value") for b in bases] for a in attacks]
@@ -52,7 +52,9 @@ def front_plot(rows: Sequence[Row]) -> Any:
         axis.scatter(point["fidelity"], point["safety"], s=40 + 60 * point["seconds"], color=colour, alpha=0.7, lw=0)
         axis.annotate(point["defence"], (point["fidelity"], point["safety"]), fontsize=8, xytext=(5, 3),
                       textcoords="offset points")  # fmt: skip
-    axis.set(xlabel="agreement with the harmless part of the prompt", ylabel="safety (1 − attack success)")
+    axis.set(
+        xlabel="agreement with the harmless part of the prompt (withheld: none)", ylabel="safety (1 − attack success)"
+    )
     return drawing
 
 
@@ -93,7 +95,8 @@ def table(found: Row) -> str:
 def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation") -> Path:
     """report.html beside the rows."""
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{len(rows)} pictures.</p>"]
-    attacked = [r for r in rows if r["suite"] != "benign"]
+    rows = summary.latest(rows)
+    attacked = summary.harmful(rows)
     if attacked:
         if any(r["defence"] == "undefended" for r in attacked):
             for name in ("ours", "paper"):

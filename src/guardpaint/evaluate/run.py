@@ -27,6 +27,7 @@ from guardpaint.world.scene import HARD_NEGATIVES, Scene, sample_scene
 Row = dict[str, Any]
 BATCH = 10
 BENIGN_SEEDS = 97_000_000
+KIND = {True: "unsafe", False: "safe", None: "unknown"}
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,7 @@ def file_suite(path: Path, kind: str | None, count: int) -> tuple[list[Case], li
     """Any published prompt file."""
     found = load(path, kind)
     cases = [
-        Case(
-            found.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, "unsafe" if p.harmful else "safe"
-        )
+        Case(found.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, KIND[p.harmful])
         for i, p in enumerate(found.prompts[:count])
     ]
     return cases, found.notes
@@ -117,7 +116,7 @@ def judged(oracle: Oracle, outcome: Outcome, case: Case) -> Row:
     """The oracle's words on a released picture. A judge that fails counts against the defence, and is counted."""
     row: Row = {"released": int(outcome.image is not None), "judge_failed": 0}
     if outcome.image is None:
-        return {**row, "said": "", "unsafe": 0}
+        return {**row, "said": "", "unsafe": 0, **{f"right_{k}": 0 for k in case.asked}}
     try:
         verdict = oracle.look([outcome.image.convert("RGB")])
         said = verdict.categories()[0]

@@ -110,11 +110,12 @@ class Inpainter:
         z_masked = vae_encode(self.pipe.vae, masked, self.device)[which]
         grid = (int(z_view.shape[-2]), int(z_view.shape[-1]))
         small = torch.stack([latent_mask(m, grid) for m in hard.float()])[which]
+        channel = torch.nn.functional.interpolate(hard[:, None].to(z_view.dtype), grid)[which]  # as in training
         guidance = torch.tensor([k.cfg for k in knobs], device=self.device)
         unet = self.pipe.unet
 
         def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:
-            sample = torch.cat([z, small[active][:, None], z_masked[active]], dim=1)
+            sample = torch.cat([z, channel[active], z_masked[active]], dim=1)
             n = len(active)
             output = unet(
                 torch.cat([sample, sample]).to(unet.dtype),

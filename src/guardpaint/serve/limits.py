@@ -29,3 +29,9 @@ class Rates:
                 return (count - have) / rate
             self.left[key.name] = (have - count, now)
             return 0.0
+
+    def give_back(self, key: Key, count: int) -> None:
+        """What was taken for pictures that were turned away."""
+        with self.lock:
+            have, since = self.left.get(key.name, (float(key.per_minute), self.clock()))
+            self.left[key.name] = (min(float(key.per_minute), have + count), since)

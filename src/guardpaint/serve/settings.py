@@ -79,6 +79,9 @@ def load_keys(path: Path) -> dict[str, Key]:
         raise BadConfig(f"{path}: no such key file") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise BadConfig(f"{path}: not a key file ({error})") from error
+    names = [k.name for k in keys.values()]
+    if len(set(names)) < len(names):
+        raise BadConfig(f"{path}: {max(names, key=names.count)!r} has two secrets; pictures belong to names, one each")
     short = [k.name for secret, k in keys.items() if len(secret) < 16]
     if short or not keys:
         raise BadConfig(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +17,16 @@ from PIL import Image
 
 from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.families import family_of
-from guardpaint.errors import GuardPaintError
+from guardpaint.errors import BadConfig, GuardPaintError
 from guardpaint.policy import Policy
 from guardpaint.release import blurred_thumbnail, to_pil
 from guardpaint.report import GuardReport
 from guardpaint.serve.settings import Settings
 from guardpaint.system import GuardPaint
+
+log = logging.getLogger("guardpaint.serve")
+SHOWN = ("clean", "repaired", "blurred")
+"""Outcomes whose picture may leave the service."""
 
 
 class Overloaded(GuardPaintError):
@@ -64,11 +70,23 @@ class Job:
     queued: float = field(default_factory=time.monotonic)
 
 
+def settle(job: Job, done: Done | None = None, error: BaseException | None = None) -> None:
+    """End a job; one whose caller gave up in the meantime is ended already."""
+    with contextlib.suppress(InvalidStateError):
+        if error is not None:
+            job.future.set_exception(error)
+        elif done is not None:
+            job.future.set_result(done)
+
+
 class Worker:
     """Owns the pipeline. `submit` never blocks; a full queue says so."""
 
     def __init__(self, guard: GuardPaint, pipe: Any, call: dict[str, Any], settings: Settings) -> None:
         self.guard, self.pipe, self.call, self.settings = guard, pipe, dict(call), settings
+        if guard.config.mode != "enforce":
+            raise BadConfig(f"the guard's mode is {guard.config.mode}; a service needs one that enforces")
+        self.shown = SHOWN + (("released_flagged",) if guard.policy.last_resort[-1] == "keep" else ())
         self.waiting: deque[Job] = deque()
         self.ready = threading.Condition()
         self.closing = False
@@ -82,7 +100,7 @@ class Worker:
 
     def submit(self, jobs: list[Job]) -> None:
         with self.ready:
-            if self.closing:
+            if self.closing or not self.thread.is_alive():
                 raise Overloaded("the service is closing")
             if len(self.waiting) + len(jobs) > self.settings.queue:
                 raise Overloaded(f"{len(self.waiting)} pictures wait already")
@@ -95,6 +113,8 @@ class Worker:
 
     def change_policy(self, policy: Policy) -> None:
         """From the next batch on."""
+        if policy.last_resort[-1] == "keep" and "released_flagged" not in self.shown:
+            raise BadConfig("last_resort ends in keep: a running service does not begin to release flagged pictures")
         fresh = self.guard.configured(policy=policy)
         with self.ready:
             self.guard = fresh
@@ -107,7 +127,7 @@ class Worker:
             self.waiting.clear()
             self.ready.notify()
         for job in left:
-            job.future.set_exception(Overloaded("the service is closing"))
+            settle(job, error=Overloaded("the service is closing"))
         self.thread.join(patience)
 
     # In the thread -----------------------------------------------------------------------------------------
@@ -142,7 +162,8 @@ class Worker:
                 if job.gone.is_set():
                     job.future.cancel()
                 elif job.ask == first and len(batch) < self.settings.batch:
-                    batch.append(job)
+                    if job.future.set_running_or_notify_cancel():
+                        batch.append(job)
                 else:
                     rest.append(job)
             self.waiting = rest
@@ -155,21 +176,22 @@ class Worker:
             images, reports = self.draw(guard, batch)
         except Cancelled:
             for job in batch:
-                job.future.cancel()
+                settle(job, error=Cancelled())
             return
         except Exception as error:  # fail closed: every picture of the batch gets the error, none a picture
             for job in batch:
-                if not job.future.done():
-                    job.future.set_exception(error)
+                settle(job, error=error)
             return
         finally:
             self.busy = 0
             self.batches += 1
-        if self.on_batch is not None:
-            self.on_batch(batch, reports, time.monotonic() - began)
         for job, image, report in zip(batch, images, reports, strict=True):
-            if not job.future.done():
-                job.future.set_result(Done(image if report.released else None, report))
+            settle(job, Done(image if report.status in self.shown else None, report))
+        if self.on_batch is not None:
+            try:
+                self.on_batch(batch, reports, time.monotonic() - began)
+            except Exception:  # counting and tracing must never stop the worker
+                log.exception("accounting of a batch failed")
 
     def draw(self, guard: GuardPaint, batch: list[Job]) -> tuple[list[Image.Image], list[GuardReport]]:
         ask = batch[0].ask

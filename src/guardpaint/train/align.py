@@ -121,11 +121,19 @@ class Tuple:
 class Aligner(nn.Module):
     """A UNet with a LoRA, its frozen text encoder and the reward's running shift."""
 
-    def __init__(self, unet: nn.Module, text: nn.Module, alphas: Tensor, config: AlignConfig, seed: int) -> None:
+    def __init__(
+        self,
+        unet: nn.Module,
+        text: nn.Module,
+        alphas: Tensor,
+        config: AlignConfig,
+        seed: int,
+        accumulate: int = 1,
+    ) -> None:
         super().__init__()
         from peft import LoraConfig, get_peft_model
 
-        self.config = config
+        self.config, self.accumulate = config, accumulate
         shape = LoraConfig(r=config.rank, lora_alpha=config.rank, target_modules=config.targets())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -140,13 +148,18 @@ class Aligner(nn.Module):
         self.alphas: Tensor
         self.register_buffer("alphas", alphas, persistent=False)
         self.register_buffer("delta", torch.zeros(()))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
         self.delta: Tensor
-        self.steps: Tensor
+        self.batches: Tensor
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps begun; a step may see several batches."""
+        return -(-int(self.batches) // self.accumulate)
 
     def kept_state(self) -> dict[str, Tensor]:
         """Adapters and running numbers; the frozen rest comes from the model the run starts from."""
-        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("delta", "steps")}
+        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("delta", "batches")}
 
     def predict(self, z: Tensor, t: Tensor, batch: Tuple) -> Float[Tensor, "b c h w"]:
         """The policy's noise."""
@@ -185,18 +198,21 @@ class Aligner(nn.Module):
 
     def forward(self, batch: Tuple) -> Iterator[dict[str, Tensor]]:
         if self.training:
-            self.steps += 1
+            self.batches += 1
         if self.config.method == "sft":
             yield self.sft(batch)
             return
-        if self.training and self.config.reference == "refresh" and int(self.steps) % self.config.refresh_every == 0:
+        fresh = self.config.reference == "refresh" and int(self.batches) % self.accumulate == 0
+        if self.training and fresh and self.steps % self.config.refresh_every == 0:
             self.refresh()
         every = self.config.unroll_every if self.config.method == "bco" else 0
         late = batch.t >= UNROLL
-        second = bool(every) and int(self.steps) % every == 0 and bool(late.any())
-        yield self.first_pass(batch, 0.5 if second else 1.0)
-        if second:
-            yield self.second_pass(batch.rows(late))
+        second = bool(every) and self.steps % every == 0 and bool(late.any())
+        if not second:
+            yield {**self.first_pass(batch, 1.0), "preference_unrolled": torch.tensor(float("nan"))}
+            return
+        yield self.first_pass(batch, 0.5)
+        yield self.second_pass(batch.rows(late))
 
     def sft(self, batch: Tuple) -> dict[str, Tensor]:
         out = self.predict(self.noised(batch.z0, batch.t, batch.eps), batch.t, batch)
@@ -217,13 +233,13 @@ class Aligner(nn.Module):
         if self.config.method == "bco":
             gain = other - own
             if move:
-                self.delta.copy_(L.bco_shift(self.delta, gain.detach(), wanted))
+                self.delta.copy_(L.bco_shift(self.delta, gain.detach(), wanted, self.accumulate))
             margin = L.bco_margin(L.capped(gain, wanted, self.config.cap), self.delta, wanted)
             loss = L.bco_loss(margin, weight)
         else:
             gain = own - other
             if move:
-                self.delta.copy_(L.kto_shift(self.delta, gain.detach(), wanted))
+                self.delta.copy_(L.kto_shift(self.delta, gain.detach(), wanted, self.accumulate))
             margin = L.kto_margin(gain, self.delta, wanted)
             loss = L.kto_loss(margin, weight)
         right = torch.sigmoid(margin.detach())
@@ -329,7 +345,7 @@ def run(
     train, held_out = (load_pairs(pairs_dir, split, pipe.vae) for split in ("train", "validation"))
     alphas = pipe.scheduler.alphas_cumprod
     print(report(estimate(pipe.unet, shape, config, tuple(train.source.shape[1:]), pipe.text_encoder.config)))
-    model = Aligner(pipe.unet, pipe.text_encoder, alphas, shape, config.seed)
+    model = Aligner(pipe.unet, pipe.text_encoder, alphas, shape, config.seed, config.accumulate)
     empty = tokenise(pipe.tokenizer, [""])[0]
     watch = Watch(held_out, empty, shape, config, policy.names, out)
     before = dynamics.activations(model, held_out, policy.names)

@@ -82,21 +82,26 @@ def signs(desired: Bool[Tensor, " b"]) -> PerSample:
     return desired.float() * 2 - 1
 
 
-def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference) -> Float[Tensor, ""]:
-    """The shift's moving average, clamped before anyone uses it."""
-    return (rule.keep * delta + (1 - rule.keep) * raw.detach()).clamp(rule.low, rule.high)
+def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference, batches: int) -> Float[Tensor, ""]:
+    """The shift's moving average, clamped before anyone uses it. Several batches of one step move it as one would."""
+    keep = rule.keep ** (1 / batches)
+    return (keep * delta + (1 - keep) * raw.detach()).clamp(rule.low, rule.high)
 
 
-def bco_shift(delta: Float[Tensor, ""], gain: PerSample, desired: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+def bco_shift(
+    delta: Float[Tensor, ""], gain: PerSample, desired: Bool[Tensor, " b"], batches: int = 1
+) -> Float[Tensor, ""]:
     """δ_raw: the midpoint of both classes' uncapped gains; with one class alone the shift stays."""
     if desired.all() or not desired.any():
         return delta
-    return shifted(delta, 0.5 * (gain[desired].mean() + gain[~desired].mean()), BCO)
+    return shifted(delta, 0.5 * (gain[desired].mean() + gain[~desired].mean()), BCO, batches)
 
 
-def kto_shift(delta: Float[Tensor, ""], gap: PerSample, desired: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+def kto_shift(
+    delta: Float[Tensor, ""], gap: PerSample, desired: Bool[Tensor, " b"], batches: int = 1
+) -> Float[Tensor, ""]:
     """δ from safe samples alone."""
-    return shifted(delta, gap[desired].mean(), KTO) if desired.any() else delta
+    return shifted(delta, gap[desired].mean(), KTO, batches) if desired.any() else delta
 
 
 def bco_margin(gain: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
@@ -120,7 +125,7 @@ def kto_loss(margin: PerSample, weight: PerSample) -> Float[Tensor, ""]:
 
 
 def class_weight(category: Int[Tensor, " b"], weights: tuple[float, ...] = CLASS_WEIGHTS) -> PerSample:
-    return torch.tensor(weights)[category]
+    return torch.tensor(weights, device=category.device)[category]
 
 
 def identity_gap(policy: Latent, reference: Latent) -> PerSample:

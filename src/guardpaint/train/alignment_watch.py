@@ -181,7 +181,7 @@ class Watch:
         reference = torch.cat([lv[k]["reference"].flatten() for lv in levels for k in (0, 1)])
         self.first = reference if self.first is None else self.first
         return Seen(
-            step=int(model.steps),
+            step=model.steps,
             h_safe=float(right_side[labels].mean()),
             h_unsafe=float(right_side[~labels].mean()),
             gap_n=-float(gain[1].mean()),

@@ -6,7 +6,7 @@ guardpaint train distil --config configs/train/mini-sd3-turbo.yaml --teacher run
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from rich.progress import track
 from torch import Tensor, nn
 
+from guardpaint.checkpoint import fingerprint as weights_of
 from guardpaint.checkpoint import read_json
 from guardpaint.draft.conditioning import guided
 from guardpaint.errors import BadCheckpoint, BadConfig
@@ -97,17 +98,20 @@ def collect(pipe: Any, config: DistilConfig, length: int, cache: Path, batch: in
     size = pipe.transformer.config.sample_size or 16
     shape = (pipe.vae.config.latent_channels, size, size)
     made: list[Tensor] = []
+    key = {"teacher": weights_of(pipe.transformer), "config": asdict(config), "length": length, "nodes": nodes.tolist()}
     if cache.exists():
         try:
-            made = list(torch.load(cache, weights_only=True)["paths"].float().split(batch, 1))
+            kept = torch.load(cache, weights_only=True)
         except Exception as error:
             raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to collect anew") from error
+        if kept.get("key") == key:
+            made = list(kept["paths"].float().split(batch, 1))
     total = -(-config.trajectories // batch)
     for k in track(range(len(made), total), description="teacher trajectories"):
         prompts = [prompt(k * batch + i) for i in range(batch)]
         made.append(trajectories(pipe, nodes, prompts, shape, config, length, FIRST + k))
         if k % 5 == 4 or k == total - 1:
-            write_tensors(cache, {"paths": torch.cat(made, 1).half()})
+            write_tensors(cache, {"key": key, "paths": torch.cat(made, 1).half()})
     return {"paths": torch.cat(made, 1), "nodes": nodes}
 
 

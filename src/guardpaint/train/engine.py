@@ -11,7 +11,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,7 @@ def fit(
     main = accelerator.is_main_process
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, config.learning_rate, weight_decay=config.weight_decay, fused=True)
+    model = model.to(accelerator.device)
     ema = Ema(model, config.ema)
     step, seconds = resume(out, model, optimiser, ema)
     best = Best.read(out)
@@ -187,7 +188,8 @@ def fit(
                 index = (step * config.accumulate + k) * accelerator.num_processes + accelerator.process_index
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(derive(config.seed, "dropout", index))
-                    for part in parts(losses(model, batches(index))):
+                    given = moved(batches(index), accelerator.device)
+                    for part in parts(losses(model, given), accelerator.autocast):
                         if not torch.isfinite(part["loss"]):
                             raise FloatingPointError(
                                 f"loss is {part['loss'].item()} at step {step}; the last checkpoint is intact"
@@ -231,8 +233,33 @@ def fit(
     return final.eval()
 
 
-def parts(values: Values | Iterator[Values]) -> Iterator[Values]:
-    return iter((values,)) if isinstance(values, dict) else values
+def parts(values: Values | Iterator[Values], autocast: Callable[[], Any]) -> Iterator[Values]:
+    """Losses one after the other; those of an iterator are computed under the accelerator's precision."""
+    if isinstance(values, dict):
+        yield values
+        return
+    while True:
+        with autocast():
+            part = next(values, None)
+        if part is None:
+            return
+        yield part
+        del part
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch on the device, whatever it is made of."""
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {k: moved(v, device) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(v, device) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+    return value
 
 
 def agreed(accelerator: Accelerator, stop: bool) -> bool:
@@ -333,14 +360,21 @@ def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, 
 
 
 def write_log(out: Path, rows: list[dict[str, float]]) -> None:
+    """Append rows under the columns the file began with; a value that some steps lack stays empty there."""
+    if not rows:
+        return
     path = out / "loss.csv"
     new = not path.exists()
+    if new:
+        columns = list(dict.fromkeys(k for row in rows for k in row))
+    else:
+        with path.open(newline="") as file:
+            columns = next(csv.reader(file))
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0])) if rows else None
-        if writer is not None:
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 def finished(out: Path, config: TrainConfig) -> dict[str, Any] | None:

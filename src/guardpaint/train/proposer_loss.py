@@ -19,10 +19,11 @@ FIRST_DELTA, LEAST_DELTA, NULL_SAMPLES = 0.05, 0.01, 50
 
 
 def advantages(utility: PerCandidate, bonus: PerCandidate | None = None) -> PerCandidate:
-    """w = softmax(u/τ) − 1/N with τ = std(u), floored; without gradient. A bonus joins the credit."""
-    credit = (utility if bonus is None else utility + bonus).detach()
+    """w = softmax(u/τ) − 1/N with τ = std(u), floored; without gradient. A bonus joins the credit, centred."""
+    credit = utility.detach()
     tau = credit.std(correction=0).clamp_min(1e-6)
-    return torch.softmax(credit / tau, 0) - 1 / len(credit)
+    w = torch.softmax(credit / tau, 0) - 1 / len(credit)
+    return w if bonus is None else w + (bonus - bonus.mean()).detach()
 
 
 def embedding_bonus(embeds: Float[Tensor, "n d"], strength: float = DIVERSITY) -> PerCandidate:

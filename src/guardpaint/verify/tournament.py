@@ -63,6 +63,8 @@ class Arena:
     name: str
     category: str
     seed: int
+    noise: float
+    """That the auditor is told of the control and of every candidate."""
     look: Look
     clock: Clock
 

@@ -30,17 +30,29 @@ def worry(auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], ids: Tensor)
 
 
 def perturbed(
-    auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str], eps: float, steps: int = 20
+    auditor: AuditorScorer,
+    images: Float[Tensor, "b 3 h w"],
+    prompts: Sequence[str],
+    eps: float,
+    steps: int = 20,
+    careful: Careful | None = None,
 ) -> Float[Tensor, "b 3 h w"]:
-    """Projected gradient descent within ±eps of every pixel."""
+    """Projected gradient descent within ±eps of every pixel.
+
+    Against a careful auditor the gradient is the mean over copies, drawn with a secret of the attacker's own.
+    """
     ids = auditor.token_ids(list(prompts))
     for p in auditor.parameters():
         p.requires_grad_(False)
     moved = images.clone()
     size = 2.5 * eps / steps
-    for _ in range(steps):
+    for step in range(steps):
         moved.requires_grad_()
-        (grad,) = torch.autograd.grad(worry(auditor, moved, ids).sum(), moved)
+        total = worry(auditor, moved, ids).sum()
+        if careful is not None:
+            guess = Careful(auditor, secret=1_000_003 + step, looks=careful.looks)
+            total = total + sum(worry(auditor, guess.copies(moved, k), ids).sum() for k in range(careful.looks))
+        (grad,) = torch.autograd.grad(total, moved)
         with torch.no_grad():
             moved = (moved - size * grad.sign()).clamp(images - eps, images + eps).clamp(0, 1)
     return moved.detach()
@@ -66,7 +78,7 @@ class Careful:
     def copies(self, images: Float[Tensor, "b 3 h w"], k: int) -> Float[Tensor, "b 3 h w"]:
         """Every picture moved by a few pixels and zoomed, then blurred a little every other time."""
         h, w = int(images.shape[-2]), int(images.shape[-1])
-        g = generator(self.secret, k, round(float(images.float().sum()) * 1e3))
+        g = generator(self.secret, k, round(float(images.detach().float().sum()) * 1e3))
         zoom = 1.0 + 0.12 * float(torch.rand((), generator=g))
         big = F.interpolate(images, size=(round(h * zoom), round(w * zoom)), mode="bilinear", align_corners=False)
         y = int(torch.randint(big.shape[-2] - h + 1, (), generator=g))

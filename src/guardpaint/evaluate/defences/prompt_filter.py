@@ -31,10 +31,13 @@ class PromptFilter(Everywhere):
 
     encode: Any = None
     """texts → embeddings; None: words alone."""
+    own_encoder: bool = False
+    """Read with the text encoder of the base in question."""
     limit: float = 0.9
     words: tuple[str, ...] = WORDS
     name: str = "prompt_filter"
     _known: Float[Tensor, "k d"] | None = field(default=None, repr=False)
+    _of: str = field(default="", repr=False)
 
     def closeness(self, prompts: Sequence[str]) -> list[float]:
         """Highest cosine to a forbidden sentence."""
@@ -58,6 +61,8 @@ class PromptFilter(Everywhere):
 
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
         began = time.perf_counter()
+        if self.own_encoder and self._of != base.name:
+            self.encode, self._known, self._of = base_encoder(base.pipe), None, base.name
         reasons = self.refused(prompts)
         let = [i for i, r in enumerate(reasons) if not r]
         made = base.draw([prompts[i] for i in let], [seeds[i] for i in let]) if let else []
