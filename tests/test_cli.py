@@ -163,7 +163,7 @@ def test_doctor_passes_its_self_test():
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "guardpaint.cli", "generate", "x", "--steps", "900", "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "guardpaint.cli", "generate", "x", "--n", "16", "--steps", "900", "--out", str(tmp_path / "out")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV,
     )  # fmt: skip
     time.sleep(12)
