@@ -36,3 +36,15 @@ def captured(guard: GuardPaint) -> list:
 
     guard.open = open_request
     return opened
+
+
+def small_inpainter(path):
+    """A random inpainting pipeline of the world's own shape, saved."""
+    from guardpaint.train import recipes, vae
+    from guardpaint.train.recipe import GeneratorConfig
+    from guardpaint.world.tokenizer import train_tokenizer, world_captions
+
+    words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
+    config = GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
+    recipes.build(config, len(words), 0, 4, 16, 1).eval().assemble(net, words).save_pretrained(path)

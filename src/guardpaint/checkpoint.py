@@ -59,6 +59,14 @@ def save_module(module: nn.Module, config: dict[str, Any], directory: Path, dtyp
     write_json(directory / CONFIG, config)
 
 
+def read_shape(directory: Path, kind: str) -> dict[str, Any]:
+    """The configuration a module of this kind was saved with."""
+    values = read_json(directory / CONFIG)
+    if values.pop("kind", None) != kind:
+        raise BadCheckpoint(f"{directory / CONFIG}: not a {kind}")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
 def load_state(module: nn.Module, directory: Path) -> None:
     """Load weights strictly: every key, every shape, every number finite."""
     path = directory / WEIGHTS

@@ -18,7 +18,9 @@ from rich.console import Console
 from guardpaint import __version__
 from guardpaint.data.commands import app as data_app
 from guardpaint.errors import GuardPaintError
+from guardpaint.evaluate.commands import app as eval_app
 from guardpaint.train.commands import app as train_app
+from guardpaint.world.commands import app as world_app
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes about optional packages are not our user's
 EXIT_HELP = (
@@ -36,11 +38,9 @@ rollouts_app = typer.Typer(help="Tournaments to learn from: catch states, play c
 app.add_typer(rollouts_app, name="rollouts")
 log_app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True)
 app.add_typer(log_app, name="log")
-world_app = typer.Typer(help="The paper-doll world: look at it, export it.", no_args_is_help=True)
 app.add_typer(world_app, name="world")
 app.add_typer(train_app, name="train")
 app.add_typer(data_app, name="data")
-eval_app = typer.Typer(help="Measure components and defences; results land with their raw rows.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
 err = Console(stderr=True)
 out = Console()
@@ -58,14 +58,6 @@ GuardOption = Annotated[
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-def say_metrics(metrics: dict[str, Any]) -> None:
-    """One line per metric, with its goal where it has one."""
-    for name, found in metrics.items():
-        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
-        value = "nothing to measure" if found["value"] is None else f"{found['value']:.4g}"
-        typer.echo(f"{name:40s} {value} (n={found['n']}){goal}")
 
 
 def main() -> None:
@@ -227,74 +219,6 @@ def log_replay(
     raise typer.Exit(1 if problems else 0)
 
 
-@world_app.command("sheet")
-def world_sheet(
-    file: Annotated[Path, typer.Argument(help="PNG to write.")] = Path("out/world.png"),
-    seed: Annotated[int, typer.Option(help="First scene seed.")] = 0,
-    columns: Annotated[int, typer.Option(min=1, max=64)] = 12,
-    masks: Annotated[bool, typer.Option(help="Tint unsafe pixels.")] = False,
-) -> None:
-    """A contact sheet: one row per kind of scene."""
-    from guardpaint.world.dataset import contact_sheet
-
-    contact_sheet(file, seed, columns, masks=masks)
-    typer.echo(str(file))
-
-
-@world_app.command("export")
-def world_export(
-    out_dir: Annotated[Path, typer.Argument(help="Directory for the parquet file.")],
-    split: Annotated[str, typer.Option(help="train, validation or test; their scenes never meet.")] = "train",
-    count: Annotated[int, typer.Option(min=1, help="How many scenes.")] = 1000,
-) -> None:
-    """Write scenes with captions, masks and attributes as parquet for the `datasets` library."""
-    from guardpaint.world.dataset import export
-
-    typer.echo(str(export(out_dir, split, count)))
-
-
-@world_app.command("measure")
-def world_measure(
-    part: Annotated[
-        list[str] | None,
-        typer.Option(help="Measure only this: oracle, render, time, vae4, vae16, a base, eye-BASE. May be repeated."),
-    ] = None,
-    results: Annotated[Path, typer.Option(help="Results file; rows of other parts in it are kept.")] = Path(
-        "docs/results/world.json"
-    ),
-    count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
-) -> None:
-    """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
-    from guardpaint.evaluate import world
-
-    say_metrics(world.run(part or [], results, count))
-
-
-@world_app.command("sheets")
-def world_sheets(
-    base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Where the sheets go.")] = Path("out/sheets"),
-) -> None:
-    """Numbered sheets of 200 generated pictures to label by eye, against which the oracle is checked."""
-    from guardpaint.evaluate import world
-
-    for path in world.label_sheets(base, out_dir):
-        typer.echo(str(path))
-
-
-@world_app.command("adopt")
-def world_adopt(
-    run: Annotated[Path, typer.Argument(help="Run directory of a finished `train generator`.")],
-    name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
-) -> None:
-    """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
-    from guardpaint import bases
-
-    for link in bases.adopt(run, name):
-        typer.echo(link)
-    typer.echo(f"assets are {bases.megabytes():.1f} MB now")
-
-
 @rollouts_app.command("states")
 def rollouts_states(
     base: Annotated[str, typer.Argument(help="Base whose guarded generations are caught at their first tournament.")],
@@ -336,164 +260,6 @@ def rollouts_play(
     if not jobs:
         raise typer.BadParameter(f"{out_dir}: no states of split {split}; catch some with `rollouts states`")
     typer.echo(f"{rollouts.distribute(jobs, ray)} new tournaments in {out_dir / split}")
-
-
-@eval_app.command("inpainter")
-def eval_inpainter(
-    model: Annotated[list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. Compare with base=…")],
-    auditor: Annotated[Path | None, typer.Option(help="Auditor that masks and whose features rate seams.")] = None,
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/inpainter.json"),
-    count: Annotated[int, typer.Option(min=2, help="Held-out unsafe scenes.")] = 500,
-) -> None:
-    """Judge repairs of unsafe scenes by the oracle: safe, in context, seamless, detailed; and benign fills."""
-    from guardpaint.audit.model import AuditorScorer
-    from guardpaint.errors import BadInput
-    from guardpaint.evaluate import inpainter as measure
-    from guardpaint.verify.seam import BackboneSeam, PixelSeam
-
-    named = dict(m.partition("=")[::2] for m in model)
-    if not all(named.values()):
-        raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
-    judge = AuditorScorer.from_pretrained(auditor) if auditor else None
-    say_metrics(measure.run(named, results, count, judge, BackboneSeam(judge) if judge else PixelSeam()))
-
-
-@eval_app.command("proposers")
-def eval_proposers(
-    guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
-    learned: Annotated[str | None, typer.Option(help="Trained proposer.")] = None,
-    ranker: Annotated[str | None, typer.Option(help="Trained ranker.")] = None,
-    rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder with states.")] = Path("runs/rollouts"),
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/proposer.json"),
-    trials: Annotated[int, typer.Option(min=0, help="Trials of the Bayesian-optimised fixed knobs; 0: without.")] = 40,
-) -> None:
-    """Compare proposers from the same states; measure the ranker; plot every knob's effect."""
-    from guardpaint.errors import BadInput
-    from guardpaint.evaluate import proposers as measure
-    from guardpaint.evaluate.oracle import Oracle
-    from guardpaint.repair.knobs import FixedProposer, UniformProposer
-    from guardpaint.repair.ranker import Ranker
-    from guardpaint.rollouts import load_states, open_proposer, read_rollouts
-    from guardpaint.system import GuardPaint
-    from guardpaint.types import Proposer
-
-    parts = GuardPaint.from_pretrained(guard).parts
-    states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
-    if not states:
-        raise BadInput(f"{rollouts_dir}: no states of split test; catch some with `guardpaint rollouts states`")
-    compared: list[Proposer] = [UniformProposer(), FixedProposer(), measure.FirstCandidate()]
-    if trials:
-        train = [s for f in sorted(rollouts_dir.glob("*-train.pt")) for s in load_states(f)[:6]]
-        compared.append(measure.optimised(train, parts, trials))
-    if learned:
-        compared.append(open_proposer(learned))
-    judge = Ranker.from_pretrained(ranker) if ranker else None
-    say_metrics(measure.run(parts, states, compared, judge, results, Oracle.load()))
-    if (rollouts_dir / "train").is_dir():
-        picture = measure.dependence(read_rollouts(rollouts_dir / "train", "uniform"), results.with_name("knobs.png"))
-        typer.echo(str(picture))
-
-
-@eval_app.command("attack")
-def eval_attack(
-    attack: Annotated[str, typer.Argument(help="sneakyprompt, mma, pgj, daca or ring_a_bell.")],
-    base: Annotated[str, typer.Option(help="Base under attack, behind a keyword and embedding filter.")] = "mini-sd",
-    count: Annotated[int, typer.Option(min=1, help="Target prompts.")] = 200,
-    budget: Annotated[int, typer.Option(min=1, help="Questions per target.")] = 20,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
-) -> None:
-    """Search prompts that get past the filter of a stock system; run again to go on."""
-    from guardpaint.commands import load_base
-    from guardpaint.errors import BadInput
-    from guardpaint.evaluate.attacks import search, system
-    from guardpaint.evaluate.defences.base import Base
-    from guardpaint.evaluate.defences.prompt_filter import PromptFilter, base_encoder
-    from guardpaint.evaluate.oracle import Oracle
-    from guardpaint.world.captions import KEYWORDS
-
-    if attack not in search.ATTACKS:
-        raise BadInput(f"attack {attack!r}: choose one of {', '.join(search.ATTACKS)}")
-    pipe, call = load_base(base)
-    oracle, stock = Oracle.load(), Base(base, pipe, call)
-    door = PromptFilter(encode=base_encoder(pipe), limit=0.985, words=KEYWORDS)
-    surrogate_pipe = pipe if base == "mini-sd" else load_base("mini-sd")[0]
-    surrogate = system.Surrogate(surrogate_pipe.tokenizer, surrogate_pipe.text_encoder)
-
-    def target() -> system.Target:
-        return system.Target(stock, door, lambda i: oracle.look([i]).categories()[0] != "safe", budget)
-
-    prompts = [(seed, text) for seed, _, text in search.targets(count)]
-    found = search.run(search.ATTACKS[attack](), prompts, target, surrogate, out_dir / f"{attack}-{base}.jsonl")
-    hits = sum(bool(r["success"]) for r in found)
-    typer.echo(f"{attack} on {base}: {hits} of {len(found)} prompts succeed behind the filter")
-
-
-@eval_app.command("run")
-def eval_run(
-    suite: Annotated[str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file.")],
-    base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
-    defence: Annotated[list[str], typer.Option(help="Defence; repeat. `--defence help` lists them.")],
-    guard: Annotated[str | None, typer.Option(help="Guard checkpoint of the guarded and post-hoc defences.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Prompts per suite.")] = 200,
-    attacks: Annotated[Path, typer.Option(help="Folder of `eval attack`.")] = Path("runs/attacks"),
-    searched: Annotated[str, typer.Option(help="Base the attack prompts were searched on.")] = "mini-sd",
-    file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to go on.")] = Path("runs/eval"),
-    pictures: Annotated[int, typer.Option(min=0, help="Pictures kept per base and defence.")] = 60,
-) -> None:
-    """Prompts through defences on bases, judged by the oracle; writes rows, samples.parquet, results.json, a report."""
-    from guardpaint.evaluate import harness
-
-    for line in harness.run(suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures):
-        typer.echo(line)
-
-
-@eval_app.command("adaptive")
-def eval_adaptive(
-    guard: Annotated[str, typer.Option(help="Guard checkpoint under attack.")],
-    base: Annotated[str, typer.Option(help="Base model.")] = "mini-sd",
-    count: Annotated[int, typer.Option(min=1, help="Pictures for gradient attacks.")] = 200,
-    disguises: Annotated[int, typer.Option(min=0, help="Targets for the search through wordings and seeds.")] = 50,
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/adaptive.json"),
-) -> None:
-    """Attack with full knowledge of the auditor; measure the detector and the system, with and without mitigation."""
-    from guardpaint.commands import load_base
-    from guardpaint.evaluate import adaptive
-    from guardpaint.evaluate.defences.base import Base
-    from guardpaint.system import GuardPaint
-
-    say_metrics(
-        adaptive.run(GuardPaint.from_pretrained(guard), Base(base, *load_base(base)), results, count, disguises)
-    )
-
-
-@eval_app.command("prompts")
-def eval_prompts(
-    file: Annotated[Path, typer.Argument(help="A published prompt file.")],
-    file_format: Annotated[str | None, typer.Option("--format", help="Its format; default: by its columns.")] = None,
-) -> None:
-    """Check that a benchmark file is read as published."""
-    from guardpaint.evaluate.benchmarks import load
-
-    found = load(file, file_format)
-    typer.echo(f"{file}: {found.name}, {len(found.prompts)} prompts")
-    for note in found.notes[:20]:
-        err.print(f"not as published: {note}", style="yellow", markup=False)
-
-
-@eval_app.command("history")
-def eval_history(
-    inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],
-    sft: Annotated[str, typer.Option(help="The same after SFT, merged.")],
-    pairs: Annotated[Path, typer.Option(help="Encoded pairs.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs/history"),
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/alignment_history.json"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
-) -> None:
-    """Retell the paper's experiments with its flags, small, and write down which failures were really seen."""
-    from guardpaint.evaluate import history
-
-    typer.echo(history.run(inpainter, sft, pairs, out, results, steps))
 
 
 @app.command()
@@ -559,19 +325,6 @@ def drift(
     word = "calibrate anew" if index > 0.25 else "worth a look" if index > 0.1 else "as calibrated"
     typer.echo(f"stability index {index:.3f} over {n} audits: {word}")
     raise typer.Exit(1 if index > 0.25 else 0)
-
-
-@eval_app.command("auditor")
-def eval_auditor(
-    auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
-    views: Annotated[Path, typer.Option(help="Folder with test views of the bases (`data views --split test`).")],
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/auditor.json"),
-    count: Annotated[int, typer.Option(min=100, help="Finished pictures; other sets are a quarter of it.")] = 2000,
-) -> None:
-    """Measure an auditor on held-out pictures: classes, false triggers, unfinished views, masks, F, P, B, shift."""
-    from guardpaint.evaluate import auditor as measure
-
-    say_metrics(measure.run(auditor, views, results, count))
 
 
 def read_key(path: Path | None) -> bytes | None:

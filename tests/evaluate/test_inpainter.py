@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers import small_inpainter
 from PIL import Image
 
 from guardpaint.data import pairs as make
@@ -14,22 +15,16 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate import history, inpainter
 from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
 from guardpaint.policy import Policy
-from guardpaint.train import recipes, vae
 from guardpaint.train.generator import load_pipeline
 from guardpaint.train.pair_latents import encode_pairs
 from guardpaint.verify.seam import PixelSeam
 from guardpaint.world.scene import sample_scene
-from guardpaint.world.tokenizer import train_tokenizer, world_captions
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     root = tmp_path_factory.mktemp("eval")
-    words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
-    config = recipes.GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
-    recipe = recipes.build(config, len(words), 0, 4, 16, 1)
-    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
-    recipe.eval().assemble(net, words).save_pretrained(root / "inpainter")
+    small_inpainter(root / "inpainter")
     return root
 
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import small_inpainter
 from typer.testing import CliRunner
 
 from guardpaint.cli import app
 from guardpaint.data import pairs as make
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
-from guardpaint.train import align, alignment_watch, dynamics, memory, recipes, vae
+from guardpaint.train import align, alignment_watch, dynamics, memory
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.generator import load_pipeline
 from guardpaint.train.latents import tokenise
 from guardpaint.train.pair_latents import encode_pairs, load_pairs
-from guardpaint.world.tokenizer import train_tokenizer, world_captions
 
 POLICY = Policy.default()
 TRAIN = TrainConfig(steps=2, batch_size=8, learning_rate=0.001, seed=1, warmup=1, validate_every=1)
@@ -30,11 +30,7 @@ TRAIN = TrainConfig(steps=2, batch_size=8, learning_rate=0.001, seed=1, warmup=1
 def home(tmp_path_factory):
     """A small random inpainting pipeline and a few encoded pairs."""
     root = tmp_path_factory.mktemp("align")
-    words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
-    config = recipes.GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
-    recipe = recipes.build(config, len(words), 0, 4, 16, 1)
-    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
-    recipe.eval().assemble(net, words).save_pretrained(root / "inpainter")
+    small_inpainter(root / "inpainter")
     pipe = load_pipeline(root / "inpainter")
     for split, count in (("train", 8), ("validation", 4)):
         make.from_world(root / "pairs", split, count, 4, None)

@@ -10,9 +10,10 @@ from torch import nn
 
 from guardpaint.draft import flux
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train import generator, recipes, vae
+from guardpaint.train import flow_recipes, generator, recipes, vae
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.latents import SceneLatents, encode_scenes, tokenise
+from guardpaint.train.recipe import Batch, GeneratorConfig, min_snr_weight
 from guardpaint.world.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
 FAMILIES = tuple(recipes.RECIPES)
@@ -31,7 +32,7 @@ SMALL = {
 
 
 def small(family, **more):
-    return recipes.GeneratorConfig(family=family, **{**SMALL, **more})
+    return GeneratorConfig(family=family, **{**SMALL, **more})
 
 
 def latent_channels(family):
@@ -57,12 +58,12 @@ def a_batch(family, words, n=2, **more):
     mask = torch.ones(n, 1, 16, 16)
     values = {"z": z, "eps": eps, "level": torch.full((n,), 0.5), "ids": ids, "other_ids": other, "mask": mask}
     values["guidance"] = torch.full((n,), 0.6)
-    return recipes.Batch(**{**values, "masked": torch.zeros_like(z), "long": False, **more})
+    return Batch(**{**values, "masked": torch.zeros_like(z), "long": False, **more})
 
 
 def test_min_snr_by_hand():
     """ᾱ = 0.9: SNR 9 → 5/9; ᾱ = 0.5: SNR 1 → 1."""
-    w = recipes.min_snr_weight(torch.tensor([0.9, 0.5]), 5.0)
+    w = min_snr_weight(torch.tensor([0.9, 0.5]), 5.0)
     torch.testing.assert_close(w, torch.tensor([5 / 9, 1.0]))
 
 
@@ -88,13 +89,13 @@ def test_flow_loss_by_hand(family, words):
 def test_a_shift_moves_levels_towards_noise(words):
     """σ = ½ under shift 3: 1.5/(1 + 1) = 0.75, and the latent is a quarter clean."""
     batch = a_batch("sd3", words, z=torch.ones(2, 16, 16, 16), eps=torch.zeros(2, 16, 16, 16))
-    sigma, noisy = recipes.interpolated(batch, 3.0)
+    sigma, noisy = flow_recipes.interpolated(batch, 3.0)
     assert sigma.tolist() == pytest.approx([0.75, 0.75]) and noisy.mean().item() == pytest.approx(0.25)
 
 
 def test_levels_are_logit_normal():
     """The median level is σ = ½; one deviation up is sigmoid(1) = 0.7311."""
-    out = recipes.logit_normal(torch.tensor([0.5, 0.841344746]))
+    out = flow_recipes.logit_normal(torch.tensor([0.5, 0.841344746]))
     torch.testing.assert_close(out, torch.tensor([0.5, 0.7310586]), atol=1e-5, rtol=0)
 
 
@@ -144,7 +145,7 @@ def test_flux_unpacks_what_it_packs():
 
     z, level = torch.randn(2, 16, 16, 16), torch.full((2,), 0.5)
     text = (torch.zeros(2, 4, 8), torch.zeros(2, 8))
-    assert torch.equal(recipes.flux_velocity(Same(), z, level, text, level), z)
+    assert torch.equal(flow_recipes.flux_velocity(Same(), z, level, text, level), z)
 
 
 def test_an_inpainter_starts_as_its_base(words):
@@ -221,14 +222,14 @@ def test_a_taught_flux_follows_its_teachers_guidance(words):
     for p in model.transformer.proj_out.parameters():
         nn.init.zeros_(p)
     batch = a_batch("flux", words)
-    sigma, noisy = recipes.interpolated(batch, 1.0)
+    sigma, noisy = flow_recipes.interpolated(batch, 1.0)
     encoders = (base.text, base.text2, base.text3)
     with torch.no_grad():
-        said = recipes.sd3_velocity(
-            base.transformer, noisy, sigma, recipes.sd3_texts(encoders, batch.ids, batch.other_ids)
+        said = flow_recipes.sd3_velocity(
+            base.transformer, noisy, sigma, flow_recipes.sd3_texts(encoders, batch.ids, batch.other_ids)
         )
         blank = tokenise(words[0], ["", ""]), tokenise(words[1], ["", ""])
-        unsaid = recipes.sd3_velocity(base.transformer, noisy, sigma, recipes.sd3_texts(encoders, *blank))
+        unsaid = flow_recipes.sd3_velocity(base.transformer, noisy, sigma, flow_recipes.sd3_texts(encoders, *blank))
     want = unsaid + 4 * (said - unsaid)
     assert model(batch)["loss"].item() == pytest.approx(float((want**2).mean()), rel=1e-4)
     assert not any(k.startswith("teacher") for k in model.state_dict())
@@ -252,7 +253,7 @@ def test_a_start_with_other_words_is_named(words, tmp_path):
 
 def test_batches_depend_on_seed_and_step_alone_and_drop_captions():
     data = SceneLatents(torch.randn(50, 4, 2, 2), torch.randint(5, 9, (50, 2, 3)), torch.zeros(50, dtype=torch.bool))
-    shape, empty = recipes.GeneratorConfig(caption_drop=0.5), torch.tensor([1, 1, 1])
+    shape, empty = GeneratorConfig(caption_drop=0.5), torch.tensor([1, 1, 1])
     config = TrainConfig(steps=1, batch_size=40, learning_rate=1.0)
     a, b = (generator.batch_of(data, 7, config, shape, empty) for _ in range(2))
     assert torch.equal(a.eps, b.eps) and torch.equal(a.ids, b.ids) and torch.equal(a.level, b.level)
@@ -271,7 +272,7 @@ def test_batches_depend_on_seed_and_step_alone_and_drop_captions():
 )
 def test_bad_shapes_are_named(change, message):
     with pytest.raises(BadConfig, match=message):
-        recipes.GeneratorConfig(**change)
+        GeneratorConfig(**change)
 
 
 def test_scenes_are_encoded_once(tmp_path):

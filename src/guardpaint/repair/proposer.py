@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import CONFIG, load_state, read_json, save_module
-from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.checkpoint import load_state, read_shape, save_module
+from guardpaint.errors import BadConfig
 from guardpaint.repair.knobs import CONTINUOUS, SEED_BUCKETS, denormalise
 from guardpaint.seeds import generator
 from guardpaint.types import Knobs, ProposerState
@@ -159,10 +159,6 @@ class TournamentProposer(nn.Module):
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> TournamentProposer:
         directory = Path(directory)
-        values: dict[str, Any] = read_json(directory / CONFIG)
-        if values.pop("kind", None) != "TournamentProposer":
-            raise BadCheckpoint(f"{directory / CONFIG}: not a TournamentProposer")
-        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        model = cls(ProposerConfig(**shape))
+        model = cls(ProposerConfig(**read_shape(directory, "TournamentProposer")))
         load_state(model, directory)
         return model.eval()

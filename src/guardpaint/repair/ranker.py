@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import CONFIG, load_state, read_json, save_module
-from guardpaint.errors import BadCheckpoint
+from guardpaint.checkpoint import load_state, read_shape, save_module
 from guardpaint.repair.knobs import normalise
 from guardpaint.types import Audit, Knobs
 
@@ -68,10 +66,6 @@ class Ranker(nn.Module):
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Ranker:
         directory = Path(directory)
-        values: dict[str, Any] = read_json(directory / CONFIG)
-        if values.pop("kind", None) != "Ranker":
-            raise BadCheckpoint(f"{directory / CONFIG}: not a Ranker")
-        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        model = cls(RankerConfig(**shape))
+        model = cls(RankerConfig(**read_shape(directory, "Ranker")))
         load_state(model, directory)
         return model.eval()

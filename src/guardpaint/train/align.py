@@ -31,7 +31,7 @@ from guardpaint.train.generator import load_pipeline
 from guardpaint.train.latents import tokenise
 from guardpaint.train.memory import estimate, report
 from guardpaint.train.pair_latents import PairLatents, load_pairs
-from guardpaint.train.recipes import min_snr_weight
+from guardpaint.train.recipe import min_snr_weight
 
 METHODS = ("sft", "kto", "bco")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")

@@ -18,7 +18,8 @@ from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
-from guardpaint.train.recipes import Batch, GeneratorConfig, Recipe, build
+from guardpaint.train.recipe import Batch, GeneratorConfig, Recipe
+from guardpaint.train.recipes import build
 from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
 from guardpaint.world.captions import caption
 from guardpaint.world.masks import boxed, figure_mask

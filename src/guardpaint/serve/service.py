@@ -1,0 +1,213 @@
+"""What the endpoints do: jobs from requests, answers from outcomes, and who may see what."""
+
+from __future__ import annotations
+
+import base64
+import io
+import secrets
+import time
+from collections import OrderedDict
+from typing import Any
+
+from fastapi import HTTPException
+from PIL import Image
+
+from guardpaint.audit.gradcam import overlay
+from guardpaint.audit.regions import mine
+from guardpaint.errors import BadInput, GuardPaintError
+from guardpaint.release import from_pil, to_pil
+from guardpaint.report import Evidence, GuardReport
+from guardpaint.serve.limits import Rates
+from guardpaint.serve.metrics import Metrics
+from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, Safety, problem
+from guardpaint.serve.settings import Key, Settings
+from guardpaint.serve.trace import record, tracer
+from guardpaint.serve.worker import Ask, Done, Job, Overloaded, Worker
+from guardpaint.system import GuardPaint
+
+VIOLATION = "content_policy_violation"
+
+
+class Store:
+    """The latest pictures and reports, each with its owner."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.kept: OrderedDict[str, tuple[str, Any]] = OrderedDict()
+
+    def put(self, owner: str, value: Any) -> str:
+        name = secrets.token_urlsafe(16)
+        self.kept[name] = (owner, value)
+        while len(self.kept) > self.most:
+            self.kept.popitem(last=False)
+        return name
+
+    def get(self, name: str, key: Key) -> Any:
+        """The value, for its owner and for operators; for anyone else it does not exist."""
+        owner, value = self.kept.get(name, ("", None))
+        if value is None or (owner != key.name and not key.operator):
+            raise HTTPException(404, "no such thing, or not yours")
+        return value
+
+
+class Service:
+    """Everything behind the endpoints."""
+
+    def __init__(
+        self, guard: GuardPaint, pipe: Any, call: dict[str, Any], name: str, settings: Settings, self_test: Image.Image
+    ) -> None:
+        self.name, self.settings = name, settings
+        self.worker = Worker(guard, pipe, call, settings)
+        self.metrics = Metrics(lambda: float(self.worker.depth))
+        self.tracer = tracer()
+        self.worker.on_batch = self.account
+        self.rates, self.pictures, self.reports = Rates(), Store(settings.kept_images), Store(settings.kept_images)
+        self.self_test = self_test
+        self.tested: tuple[GuardPaint, float, bool] | None = None
+        size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
+        self.native = (size, int(call.get("width") or size))
+        self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), self.native)
+
+    def account(self, jobs: list[Job], reports: list[GuardReport], seconds: float) -> None:
+        self.metrics.seen(reports)
+        if self.tracer is not None:
+            record(self.tracer, reports, seconds)
+
+    def passes_self_test(self) -> bool:
+        """Whether the guard still catches a picture that is known to be bad; asked at most every few seconds."""
+        guard, now = self.worker.guard, time.monotonic()
+        if self.tested is None or self.tested[0] is not guard or now - self.tested[1] > 5.0:
+            self.tested = (guard, now, self.catches(guard))
+        return self.tested[2]
+
+    def catches(self, guard: GuardPaint) -> bool:
+        try:
+            audit = guard.audit_image(from_pil(self.self_test), None)
+        except GuardPaintError:
+            return False
+        return guard.parts.finding(audit, 1.0) is not None
+
+    def jobs(self, body: ImageRequest, key: Key) -> list[Job]:
+        limit = self.settings
+        if len(body.prompt) > limit.longest_prompt:
+            raise refused(413, f"prompt has {len(body.prompt)} characters, at most {limit.longest_prompt}", "prompt")
+        if body.n > limit.most_images:
+            raise refused(400, f"n={body.n}: at most {limit.most_images}", "n")
+        steps = body.num_inference_steps or self.ask.steps
+        if steps > limit.most_steps:
+            raise refused(400, f"num_inference_steps={steps}: at most {limit.most_steps}", "num_inference_steps")
+        if body.model not in (None, self.name):
+            raise refused(404, f"model {body.model!r}: this service has {self.name!r}", "model", "model_not_found")
+        size = self.native
+        if body.size not in (None, "auto"):
+            width, height = (int(v) for v in str(body.size).split("x"))
+            unit = 8 * self.worker.pipe.vae_scale_factor
+            if width % unit or height % unit or max(width, height) > 2 * max(self.native):
+                raise refused(400, f"size={body.size}: multiples of {unit} up to {2 * max(self.native)}", "size")
+            size = (height, width)
+        ask = Ask(steps, self.ask.guidance if body.guidance_scale is None else body.guidance_scale, size)
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        return [Job(body.prompt, seed + i, ask, key.name) for i in range(body.n)]
+
+    def charge(self, key: Key, count: int) -> None:
+        wait = self.rates.take(key, count)
+        if wait:
+            raise refused(429, f"rate limit: {key.per_minute} pictures a minute", None, "rate_limit_exceeded", wait)
+
+    def submit(self, jobs: list[Job], key: Key) -> None:
+        self.charge(key, len(jobs))
+        try:
+            self.worker.submit(jobs)
+        except Overloaded as error:
+            self.rates.give_back(key, len(jobs))
+            raise refused(503, str(error), None, "overloaded", 2.0) from error
+
+    def item(self, job: Job, done: Done, form: str, base: str) -> ImageItem:
+        """One entry of the answer; a picture only if it was released."""
+        report = done.report
+        name = self.reports.put(job.owner, report)
+        flagged = next((s for s in report.steps if s.triggered), None)
+        safety = Safety(
+            status=report.status,
+            triggered=report.triggered,
+            category=flagged.category if flagged else None,
+            reason=flagged.reason if flagged else "",
+            repaired_steps=sum(bool(s.reinsertion) for s in report.steps),
+            report=name,
+        )
+        entry = ImageItem(seed=job.seed, safety=safety)
+        if done.image is None:
+            entry.error = problem(
+                "The picture was withheld by the content policy.", "invalid_request_error", VIOLATION
+            )["error"]
+        elif form == "url":
+            entry.url = f"{base}v1/images/{self.pictures.put(job.owner, done.image)}.png"
+        else:
+            entry.b64_json = base64.b64encode(png(done.image)).decode()
+        return entry
+
+
+def default_latents(pipe: Any) -> int:
+    net = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    return int(getattr(net.config, "sample_size", None) or 16)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def refused(
+    status: int, message: str, param: str | None = None, code: str = "invalid_request", wait: float = 0.0
+) -> HTTPException:
+    headers = {"Retry-After": str(max(1, round(wait)))} if wait else None
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return HTTPException(status, problem(message, kind, code, param)["error"], headers)
+
+
+def mapped(error: Exception) -> HTTPException:
+    if isinstance(error, Overloaded):
+        return refused(503, str(error), None, "overloaded", 2.0)
+    if isinstance(error, BadInput):
+        return refused(400, str(error))
+    return refused(500, "the guard could not finish; nothing was released", None, "internal_error")
+
+
+def ending(service: Service, job: Job, index: int, future: Any, form: str, base: str) -> dict[str, Any]:
+    """The last event of one picture."""
+    try:
+        item = service.item(job, future.result(), form, base)
+    except Exception as error:
+        failed = mapped(error)
+        return {"type": "error", "index": index, "status": failed.status_code, "error": failed.detail}
+    if item.error:
+        return {"type": "error", "index": index, "status": 400, "error": item.error, "safety": item.safety.model_dump()}
+    return {"type": "image_generation.completed", "index": index, **item.model_dump(exclude_none=True)}
+
+
+def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
+    image = from_pil(picture)
+    found = guard.audit_image(image, prompt)
+    finding = guard.parts.finding(found, 1.0)
+    boxes: list[list[int]] = []
+    if finding is not None:
+        for region in mine(found.adv_map, (int(image.shape[-2]), int(image.shape[-1])), guard.config, 1.0):
+            rows, columns = region.mask.any(1).nonzero()[:, 0], region.mask.any(0).nonzero()[:, 0]
+            x, y = int(columns[0]), int(rows[0])
+            boxes.append([x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1])
+    shown = overlay(to_pil(image), found.adv_map) if key.operator else None
+    return AuditResponse(
+        flagged=finding is not None,
+        category=finding.category if finding else None,
+        reason=finding.reason if finding else "",
+        probs=found.probs,
+        scores=found.scores(),
+        boxes=boxes,
+        overlay=base64.b64encode(png(shown)).decode() if shown is not None else None,
+    )
+
+
+def heat_url(evidence: Evidence) -> str:
+    """The heat map over its picture."""
+    return base64.b64encode(png(overlay(evidence.image.convert("RGB"), evidence.heat))).decode()

@@ -1,0 +1,159 @@
+"""What every base model of the paper-doll world has: its shape, its data, its text encoders, its place in a run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from guardpaint.errors import BadConfig
+
+PIXELS = 64
+FAMILIES = ("sd", "inpaint", "sdxl", "sd3", "flux")
+LONG_TEXT = {"sd3": 256, "flux": 512}
+"""T5 length of the pipelines unless `max_sequence_length` says otherwise."""
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Shape of a generator and of its text encoders."""
+
+    family: str = "sd"
+    channels: tuple[int, ...] = (64, 96, 128)
+    """UNet widths, full resolution first."""
+    layers: int = 5
+    """Transformer: joint layers."""
+    single_layers: int = 0
+    """Transformer (flux): single-stream layers after the joint ones."""
+    heads: int = 6
+    head_dim: int = 32
+    rope: tuple[int, ...] = (8, 12, 12)
+    """Transformer (flux): how the head's channels are shared among the three position axes."""
+    text_width: int = 96
+    text_layers: int = 2
+    tokens: int = 48
+    other_tokens: int = 40
+    """Length of the T5 text, for families that have one."""
+    merges: int = 1000
+    scenes: int = 40_000
+    captions: int = 4
+    caption_drop: float = 0.10
+    min_snr: float = 5.0
+    sigma_shift: float = 1.0
+    """Flow models: above 1, more of the training happens at high noise, where the composition is decided."""
+    most_guidance: float = 6.0
+    """Guidance values that a taught flux learns lie in [1, this]."""
+    long_text: float = 0.0
+    """Share of steps with the T5 length which the family's pipeline takes by default."""
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise BadConfig(f"family={self.family!r}: choose one of {', '.join(FAMILIES)}")
+        if not 0 <= self.caption_drop < 1 or not 0 <= self.long_text <= 1:
+            raise BadConfig(f"caption_drop={self.caption_drop}, long_text={self.long_text}: shares within [0, 1)")
+        if self.family == "flux" and sum(self.rope) != self.head_dim:
+            raise BadConfig(f"rope={self.rope} must add up to head_dim={self.head_dim}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data, drawn from (seed, step) alone."""
+
+    z: Float[Tensor, "b c h w"]
+    eps: Float[Tensor, "b c h w"]
+    level: Float[Tensor, " b"]
+    """Stratified in [0, 1): the recipe turns it into a timestep or a σ."""
+    ids: Int[Tensor, "b l"]
+    other_ids: Int[Tensor, "b m"] | None
+    """The same captions in the family's second tokenizer."""
+    mask: Float[Tensor, "b 1 h w"] | None
+    masked: Float[Tensor, "b c h w"] | None
+    long: bool
+    """Pad the T5 text to the pipeline's default length in this step."""
+    guidance: Float[Tensor, " b"]
+    """Stratified in [0, 1): how strong the guidance is that a taught model follows."""
+
+
+class Recipe(nn.Module, ABC):
+    """A trainable base model."""
+
+    settings: dict[str, Any]
+    """What to call the finished pipeline with."""
+
+    @abstractmethod
+    def losses(self, batch: Batch) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        """The diffusers pipeline of these parts, progress bar off."""
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return self.losses(batch)
+
+    def adopt(self, pipe: Any) -> None:
+        """Take over from a finished pipeline what this recipe can use."""
+        raise BadConfig(f"{type(self).__name__} cannot start from {type(pipe).__name__}")
+
+    adopted: tuple[nn.Module, ...] = ()
+    """Parts taken over as they are: used, not trained, and stored once for both models."""
+
+    def learn_from(self, pipe: Any) -> None:
+        """Imitate a finished pipeline instead of the scenes alone."""
+        raise BadConfig(f"{type(self).__name__} cannot be taught by {type(pipe).__name__}")
+
+
+def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " b"]:
+    """min(SNR, γ)/SNR for ε-prediction (SPEC §4)."""
+    snr = alpha / (1 - alpha)
+    return snr.clamp(max=gamma) / snr
+
+
+def clip_text(config: GeneratorConfig, vocab: int, *, projection: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    shape = CLIPTextConfig(
+        vocab_size=vocab,
+        hidden_size=config.text_width,
+        intermediate_size=4 * config.text_width,
+        num_hidden_layers=config.text_layers,
+        num_attention_heads=4,
+        max_position_embeddings=config.tokens,
+        projection_dim=config.text_width,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return CLIPTextModelWithProjection(shape) if projection else CLIPTextModel(shape)
+
+
+def t5_text(config: GeneratorConfig, vocab: int, width: int) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=vocab,
+            d_model=width,
+            d_kv=width // 4,
+            d_ff=2 * width,
+            num_layers=config.text_layers,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
+        )
+    )
+
+
+def t5_ids(batch: Batch, family: str) -> Int[Tensor, "b m"]:
+    """The batch's T5 text, in a long step padded to the pipeline's default length (pad id 0)."""
+    if batch.other_ids is None:
+        raise BadConfig(f"{family} needs its captions in both tokenizers")
+    more = LONG_TEXT[family] - batch.other_ids.shape[1] if batch.long else 0
+    return nn.functional.pad(batch.other_ids, (0, more), value=0)
+
+
+def quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

@@ -1,0 +1,80 @@
+"""`guardpaint world …`. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from guardpaint.evaluate.commands import say_metrics
+
+app = typer.Typer(help="The paper-doll world: look at it, export it, measure its models.", no_args_is_help=True)
+
+
+@app.command("sheet")
+def world_sheet(
+    file: Annotated[Path, typer.Argument(help="PNG to write.")] = Path("out/world.png"),
+    seed: Annotated[int, typer.Option(help="First scene seed.")] = 0,
+    columns: Annotated[int, typer.Option(min=1, max=64)] = 12,
+    masks: Annotated[bool, typer.Option(help="Tint unsafe pixels.")] = False,
+) -> None:
+    """A contact sheet: one row per kind of scene."""
+    from guardpaint.world.dataset import contact_sheet
+
+    contact_sheet(file, seed, columns, masks=masks)
+    typer.echo(str(file))
+
+
+@app.command("export")
+def world_export(
+    out_dir: Annotated[Path, typer.Argument(help="Directory for the parquet file.")],
+    split: Annotated[str, typer.Option(help="train, validation or test; their scenes never meet.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="How many scenes.")] = 1000,
+) -> None:
+    """Write scenes with captions, masks and attributes as parquet for the `datasets` library."""
+    from guardpaint.world.dataset import export
+
+    typer.echo(str(export(out_dir, split, count)))
+
+
+@app.command("measure")
+def world_measure(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure only this: oracle, render, time, vae4, vae16, a base, eye-BASE. May be repeated."),
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Results file; rows of other parts in it are kept.")] = Path(
+        "docs/results/world.json"
+    ),
+    count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
+) -> None:
+    """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
+    from guardpaint.evaluate import world
+
+    say_metrics(world.run(part or [], results, count))
+
+
+@app.command("sheets")
+def world_sheets(
+    base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the sheets go.")] = Path("out/sheets"),
+) -> None:
+    """Numbered sheets of 200 generated pictures to label by eye, against which the oracle is checked."""
+    from guardpaint.evaluate import world
+
+    for path in world.label_sheets(base, out_dir):
+        typer.echo(str(path))
+
+
+@app.command("adopt")
+def world_adopt(
+    run: Annotated[Path, typer.Argument(help="Run directory of a finished `train generator`.")],
+    name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
+) -> None:
+    """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
+    from guardpaint import bases
+
+    for link in bases.adopt(run, name):
+        typer.echo(link)
+    typer.echo(f"assets are {bases.megabytes():.1f} MB now")
