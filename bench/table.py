@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/world.md from the results files.
+"""Write docs/results.md and the tables of README.md and docs/world.md from the results files.
 
 python bench/table.py
 """
@@ -66,6 +66,45 @@ def world_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+TITLES = {
+    "world": "The paper-doll world and its models",
+    "auditor": "The auditor",
+    "inpainter": "The inpainter",
+    "proposer": "Proposer and ranker",
+    "evaluation": "Attacks, defences, benign prompts",
+    "adaptive": "Adaptive attacks",
+    "serve": "The service",
+    "seam": "Seam metrics",
+    "bench": "Cost",
+}
+
+
+def results_page() -> str:
+    """Every metric of every results file, with what made it."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python bench/table.py` from the files in `docs/results/`; each has its raw rows beside it.",
+        "Intervals are 95 %; n is how many rows a number stands on.",
+    ]
+    found = {p.stem: json.loads(p.read_text()) for p in sorted((ROOT / "docs/results").glob("*.json"))}
+    for name in (*TITLES, *(n for n in found if n not in TITLES)):
+        if name not in found:
+            continue
+        data = found[name]
+        lines += [
+            "",
+            f"## {TITLES.get(name, name)}",
+            "",
+            f"`{data['command']}`, revision {data['git']}, seed {data['seed']}.",
+        ]
+        lines += ["", "| what | n | measured | goal |", "|---|---|---|---|"]
+        for key, m in data["metrics"].items():
+            note = f" ({m['note']})" if m.get("note") else ""
+            lines.append(f"| `{key}` | {m.get('n', '')} | {cell(m)}{note} | {goal(m)} |")
+    return "\n".join(lines) + "\n"
+
+
 def put(path: Path, mark: str, table: str) -> None:
     start, end = f"<!-- {mark}: written by bench/table.py -->\n", f"<!-- /{mark} -->"
     head, rest = path.read_text().split(start)
@@ -75,6 +114,7 @@ def put(path: Path, mark: str, table: str) -> None:
 def main() -> None:
     put(ROOT / "README.md", "bench", bench_table())
     put(ROOT / "docs/world.md", "world", world_table())
+    (ROOT / "docs/results.md").write_text(results_page())
 
 
 if __name__ == "__main__":

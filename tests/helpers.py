@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import contextmanager
+
 import torch
 
 from guardpaint.config import GuardConfig
@@ -48,3 +52,19 @@ def small_inpainter(path):
     config = GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
     net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
     recipes.build(config, len(words), 0, 4, 16, 1).eval().assemble(net, words).save_pretrained(path)
+
+
+@contextmanager
+def serving(app):
+    """The application on a free port of this machine; yields its address."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from guardpaint import bases, tiny
+from guardpaint import tiny
 from guardpaint.audit_log import verify_log
 
 ENV = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -46,7 +47,7 @@ def generated(tmp_path_factory):
     (root / "key").write_text("secret\n")
     result = run(
         "generate", "a quiet street", "--base", "tiny-sd3", "--steps", "4", "--n", "2", "--seed", "3", "--out",
-        root / "out", "--audit-log", root / "log.jsonl", "--key-file", root / "key", "--anchor", root / "head", "--json",
+        root / "out", "--guard", "tiny", "--audit-log", root / "log.jsonl", "--key-file", root / "key", "--anchor", root / "head", "--json",
     )  # fmt: skip
     return root, result
 
@@ -95,7 +96,7 @@ def test_exit_codes(tmp_path):
     )
     block = tmp_path / "block.yaml"
     block.write_text(keep.read_text().replace("[keep]", "[block]"))
-    base = ("generate", "x", "--steps", "2", "--out", tmp_path)
+    base = ("generate", "x", "--steps", "2", "--guard", "tiny", "--out", tmp_path)
     assert run(*base, "--policy", keep).returncode == 4
     blocked = run(*base, "--policy", block, "--json")
     assert blocked.returncode == 3 and json.loads(blocked.stdout)["images"][0]["image"] is None
@@ -174,8 +175,10 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
 
 
 def test_demo_writes_a_gallery(tmp_path):
-    result = run("demo", "--out", tmp_path / "gallery")
+    result = run("demo", "--out", tmp_path / "gallery", "--base", "mini-sd")
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "gallery" / "index.html").read_text()
-    assert "random-initialised" in page and page.count("<figure") == 4 * len(tiny.BASES) + 6 * len(bases.shipped())
+    assert page.count("<figure") == 12 and "<h2>mini-sd:" in page
+    for link in re.findall(r'href="([^"]+)"', page):
+        assert (tmp_path / "gallery" / link).read_text().startswith("<!doctype html>")
     assert "bit-identical" in result.stdout

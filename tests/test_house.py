@@ -18,7 +18,7 @@ MODULES = sorted(
     for p in ROOT.rglob("*.py")
 )
 LAYERS = [
-    {"errors", "types", "seeds", "calibrated", "config", "policy", "checkpoint", "results"},
+    {"errors", "types", "seeds", "calibrated", "config", "policy", "checkpoint", "results", "bases"},
     {
         "draft",
         "audit",
@@ -33,7 +33,7 @@ LAYERS = [
     },
     {"guard", "release", "request"},
     {"doors", "system"},
-    {"tiny", "bases", "demo", "commands", "rollouts", "cli", "data", "train", "evaluate", "serve", "world"},
+    {"tiny", "demo", "commands", "rollouts", "cli", "data", "train", "evaluate", "serve", "world"},
 ]
 """A module imports from its own layer or from those above it in this list, never from below."""
 

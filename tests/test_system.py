@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +15,7 @@ import guardpaint
 from guardpaint import tiny
 from guardpaint.commands import report_schema
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.policy import Policy
 from guardpaint.release import from_pil
 from guardpaint.report import load_report
 from guardpaint.system import GuardPaint
@@ -91,6 +93,18 @@ def test_evidence_is_blurred_unless_retained(sd_pipe):
         return float((image[:, 1:] - image[:, :-1]).abs().mean())
 
     assert detail(plain[0]) < 0.2 * detail(clear[0])
+
+
+def test_operators_see_why_as_grad_cam(sd_pipe):
+    policy = replace(Policy.default(), trigger=0.0001)
+    for keep in (True, False):
+        report = call(
+            tiny.guard(candidates=1, regions=1, retain_evidence=keep).configured(policy).attach(sd_pipe)
+        ).safety[0]
+        cams = [e for e in report.evidence if e.kind.startswith("why ")]
+        assert report.triggered and bool(cams) == keep and ("Grad-CAM, " in report.to_html()) == keep
+        for cam in cams:
+            assert cam.kind[4:] in policy.names[1:] and cam.heat.min() >= 0 and cam.heat.max() <= 1
 
 
 def test_views_through_the_tiny_decoder_at_audit_size(pipe, family):

@@ -15,15 +15,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from guardpaint.checkpoint import read_json
+from guardpaint.checkpoint import read_json, write_json
 from guardpaint.errors import BadInput
 
 ASSETS = Path(__file__).parent / "assets"
 NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
 """Text-to-image bases, in the order of the docs."""
 INPAINTER = "mini-inpaint"
+AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
+GUARD = ASSETS / "guard"
+"""The default guard: links to the parts it is made of, its policy and its settings."""
+TINY = {"sd15": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny16"}
+"""The tiny decoder of each family's latent space."""
 INDEX, LORA = "model_index.json", "pytorch_lora_weights.safetensors"
-PARENT = {"mini-sd3-turbo": "mini-sd3"}
+PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}
 """Bases that are a LoRA on another."""
 
 
@@ -56,11 +61,16 @@ def load_base(name: str) -> Any:
     with without_bars():
         pipe = DiffusionPipeline.from_pretrained(folder(PARENT[name]) if low_rank else where, dtype=torch.float32)
         if low_rank:
-            pipe.load_lora_weights(where)
-            pipe.fuse_lora()
-            pipe.unload_lora_weights()
+            fuse(pipe, where)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def fuse(pipe: Any, folder: Path) -> None:
+    """Merge the LoRA of a folder into a pipeline."""
+    pipe.load_lora_weights(folder, weight_name=LORA)
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
 
 
 @contextmanager
@@ -140,6 +150,29 @@ def loss_curve(log: Path, target: Path, points: int = 200) -> None:
         axis.plot(*zip(*curve, strict=True), color="#4477aa")
         axis.set(xlabel="step", ylabel="loss", yscale="log", title=target.name)
         figure.savefig(target / "loss.png", dpi=90)
+
+
+def assemble_guard(settings: dict[str, Any], assets: Path = ASSETS) -> Path:
+    """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets."""
+    guard = assets / GUARD.name
+    parts = {"auditor": AUDITOR, "policy.yaml": "policy.yaml"}
+    parts |= {f"decoders/{family}": tiny for family, tiny in TINY.items()}
+    pieces = [p for p in sorted((assets / INPAINTER).glob("*")) if p.is_dir() or p.name == INDEX]
+    parts |= {f"repairer/{p.name}": f"{INPAINTER}/{p.name}" for p in pieces}
+    if (assets / SAFE_INPAINTER / LORA).exists():
+        parts[f"repairer/{LORA}"] = f"{SAFE_INPAINTER}/{LORA}"
+    for name in parts.values():
+        if not (assets / name).exists():
+            raise BadInput(f"the default guard needs {assets / name}; train and adopt it first")
+    if guard.exists():
+        shutil.rmtree(guard)
+    for link, name in parts.items():
+        path = guard / link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(os.path.relpath(assets / name, path.parent), target_is_directory=(assets / name).is_dir())
+    manifest = {"version": 1, "config": settings, "decoders": sorted(TINY), "repairer": "inpainter"}
+    write_json(guard / "guardpaint.json", {**manifest, "proposer": "uniform", "ranker": False})
+    return guard
 
 
 def megabytes(assets: Path = ASSETS) -> float:

@@ -54,7 +54,7 @@ class Mode(StrEnum):
 
 GuardOption = Annotated[
     str | None,
-    typer.Option("--guard", help="Guard checkpoint: a directory or hub id. Default: the embedded one."),
+    typer.Option("--guard", help="Guard: a directory, a hub id, or tiny (random). Default: the embedded one."),
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -163,12 +163,13 @@ def doctor(as_json: JsonOption = False) -> None:
 @app.command()
 def demo(
     out_dir: Annotated[Path, typer.Option("--out", help="Directory of the gallery.")] = Path("out/gallery"),
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of every picture.")] = 0,
+    base: Annotated[list[str] | None, typer.Option(help="Only this embedded base; may be repeated.")] = None,
 ) -> None:
     """Guarded generation on every family with the embedded models; writes a gallery to open in a browser."""
     from guardpaint import demo as demo_module
 
-    demo_module.run(out_dir, seed, out)
+    demo_module.run(out_dir, seed, out, base)
 
 
 @log_app.command("verify")

@@ -30,7 +30,7 @@ from guardpaint.report import load_report
 from guardpaint.system import GuardPaint
 
 ASSETS = Path(__file__).parent / "assets"
-UNTRAINED = "no trained guard is embedded yet: these are random-initialised models, their verdicts mean nothing"
+UNTRAINED = "the guard `tiny` is random-initialised: its verdicts mean nothing"
 MOST_PROMPT = 20_000
 
 
@@ -54,9 +54,9 @@ class GenerateOptions:
 
 
 def load_guard(name: str | None, policy: Path | None, err: Console, **config: Any) -> GuardPaint:
-    """A guard from a checkpoint, or the embedded default."""
-    if name is not None:
-        return GuardPaint.from_pretrained(name, policy=policy, **config)
+    """A guard from a checkpoint, the embedded default, or random-initialised (`tiny`) to try the plumbing."""
+    if name != "tiny":
+        return GuardPaint.from_pretrained(name or bases.GUARD, policy=policy, **config)
     err.print(f"note: {UNTRAINED}", style="yellow")
     guard = tiny.guard(**config)
     return guard if policy is None else guard.configured(policy=Policy.load(policy))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import html
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from guardpaint import bases, tiny
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint import bases
 from guardpaint.images import save_image
+from guardpaint.report import GuardReport
 from guardpaint.report_html import STYLE, figure
 from guardpaint.system import GuardPaint
 
 NOTICE = (
-    "The base models are GuardPaint's own small ones, trained on its paper-doll world; families that have none yet "
-    "run a random-initialised pipeline whose pictures are noise. The auditor is not trained yet: the detectors here "
-    "are stand-ins (one finds nothing, one flags bright pixels, one flags everything). The loop around them is the "
-    "real one: audits, tournaments, reinsertion and verdicts on real diffusers pipelines."
+    "Base models, auditor and inpainter are GuardPaint's own small ones, trained on its paper-doll world. Every prompt "
+    "is drawn twice with the same seed: without and with the guard."
 )
 BENIGN = (
     "a person in a blue coat on the beach",
@@ -34,39 +33,40 @@ UNSAFE = (
 """Paper dolls: without a garment, with red splashes; the last says it by euphemism."""
 
 
-def cases() -> list[tuple[str, GuardPaint]]:
-    """What a guard can do with a picture."""
-    return [
-        ("nothing found", GuardPaint(AlwaysSafe(), PaintsFlat())),
-        ("bright pixels flagged", GuardPaint(FlagsBright(), PaintsFlat()).configured(retain_evidence=True)),
-        ("nothing helps", GuardPaint(AlwaysUnsafe(), PaintsFlat())),
-    ]
+@dataclass(frozen=True)
+class Drawn:
+    """One prompt without and with the guard."""
+
+    prompt: str
+    plain: Any
+    image: Any
+    report: GuardReport
+    page: str
+
+    @property
+    def verdict(self) -> str:
+        identical = ", bit-identical" if self.image == self.plain else ""
+        return f"{self.report.status}{identical}"
 
 
-def pipelines(seed: int) -> list[tuple[str, Any, dict[str, Any]]]:
-    """The embedded bases, and a small random pipeline for every family that has none."""
-    found = [(name, bases.load_base(name), bases.settings(name)) for name in bases.shipped()]
-    have = {type(pipe).__name__ for _, pipe, _ in found}
-    for family in tiny.BASES:
-        pipe = tiny.pipeline(family, seed)
-        if type(pipe).__name__ not in have:
-            call = {"num_inference_steps": 10, "height": tiny.PIXELS, "width": tiny.PIXELS}
-            found.append((f"tiny-{family}", pipe, call))
-    return found
-
-
-def run(out_dir: Path, seed: int, out: Console) -> None:
+def run(out_dir: Path, seed: int, out: Console, only: list[str] | None = None) -> None:
     """Write the gallery; prints each verdict as it comes."""
     out.print(NOTICE, style="yellow")
+    guard = GuardPaint.embedded(retain_evidence=True)
+    out_dir.mkdir(parents=True, exist_ok=True)
     sections = []
-    for name, pipe, call in pipelines(seed):
+    for name in only or bases.shipped():
+        pipe = bases.load_base(name)
         strips = []
-        if name in bases.NAMES:
-            for title, prompts in (("benign prompts", BENIGN), ("unsafe prompts", UNSAFE)):
-                images = draw(pipe, list(prompts), seed, call).images
-                shown = "".join(figure(i, p) for i, p in zip(images, prompts, strict=True))
-                strips.append(f'<h3>unguarded, {title}</h3><div class="strip">{shown}</div>')
-        strips.append(f'<h3>guarded</h3><div class="strip">{guarded(name, pipe, call, seed, out_dir, out)}</div>')
+        for title, prompts in (("benign prompts", BENIGN), ("unsafe prompts", UNSAFE)):
+            drawn = []
+            for prompt in prompts:
+                drawn.append(both(guard, name, pipe, prompt, seed, out_dir))
+                out.print(f"{name:15s} {drawn[-1].verdict:22s} {prompt}", highlight=False)
+            plain = "".join(figure(d.plain, d.prompt) for d in drawn)
+            shown = "".join(f'<a href="{d.page}">{figure(d.image, d.verdict)}</a>' for d in drawn)
+            strips.append(f'<h3>{title}, unguarded</h3><div class="strip">{plain}</div>')
+            strips.append(f'<h3>{title}, guarded</h3><div class="strip">{shown}</div>')
         sections.append(f"<h2>{name}: {html.escape(type(pipe).__name__)}</h2>{''.join(strips)}")
     gallery = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>GuardPaint demo</title><style>{STYLE}'
@@ -79,22 +79,16 @@ def run(out_dir: Path, seed: int, out: Console) -> None:
     out.print(f"gallery: {index}")
 
 
-def guarded(name: str, pipe: Any, call: dict[str, Any], seed: int, out_dir: Path, out: Console) -> str:
-    """One prompt under each guard, with its report beside it."""
-    plain = draw(pipe, BENIGN[0], seed, call).images[0]
-    figures = [figure(plain, f"unguarded: {BENIGN[0]}")]
-    for case, guard in cases():
-        result = draw(guard.attach(pipe), BENIGN[0], seed, call)
-        report = result.safety[0]
-        page = out_dir / f"{name}-{case.replace(' ', '-')}.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(report.to_html(), encoding="utf-8")
-        save_image(result.images[0], page.with_suffix(".png"))
-        identical = " (bit-identical)" if result.images[0] == plain else ""
-        caption = f"{case}: {report.status}{identical}"
-        figures.append(f'<a href="{page.name}">{figure(result.images[0], caption)}</a>')
-        out.print(f"{name:14s} {case:22s} {report.status}{identical}", highlight=False)
-    return "".join(figures)
+def both(guard: GuardPaint, name: str, pipe: Any, prompt: str, seed: int, out_dir: Path) -> Drawn:
+    """The same seed without and with the guard, the report beside the picture."""
+    call = bases.settings(name)
+    plain = draw(pipe, prompt, seed, call).images[0]
+    result = draw(guard.attach(pipe), prompt, seed, call)
+    page = out_dir / f"{name}-{'-'.join(prompt.split())}.html"
+    page.write_text(result.safety[0].to_html(), encoding="utf-8")
+    save_image(plain, page.with_name(f"{page.stem}-unguarded.png"))
+    save_image(result.images[0], page.with_suffix(".png"))
+    return Drawn(prompt, plain, result.images[0], result.safety[0], page.name)
 
 
 def draw(pipe: Any, prompt: str | list[str], seed: int, call: dict[str, Any]) -> Any:

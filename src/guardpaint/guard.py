@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from guardpaint.audit.gradcam import grad_cam
+from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import latent_mask, mine, union
 from guardpaint.config import GuardConfig
 from guardpaint.draft.family import Family
@@ -159,6 +161,7 @@ class ImageGuard:
             return None
         self.suspect = union(regions).mask
         self.keep(record.step, "control", len(record.tournaments), control)
+        self.explain(record, control, finding.category, views.noise)
         proposer, n = proposer or self.parts.proposer, candidates or config.candidates
         won: Won | None = None
         names = [str(k + 1) for k in range(len(regions))]
@@ -279,6 +282,14 @@ class ImageGuard:
         clear = self.parts.config.retain_evidence
         picture = to_pil(image) if clear else blurred_thumbnail(image)
         self.evidence.append(Evidence(step, kind, index, picture, not clear, heat))
+
+    def explain(self, record: StepRecord, control: Float[Tensor, "3 h w"], category: str, noise: float) -> None:
+        """Grad-CAM of the flagged category beside the control, for operators."""
+        auditor = self.parts.auditor
+        if self.parts.config.retain_evidence and isinstance(auditor, AuditorScorer):
+            with self.clock(record, "explain"):
+                cam = grad_cam(auditor, shrink(control, auditor.sizes[1]), category, self.prompt or "", noise)
+            self.keep(record.step, f"why {category}", len(record.tournaments), control, cam)
 
     @contextmanager
     def clock(self, record: StepRecord, stage: str) -> Iterator[None]:

@@ -98,6 +98,8 @@ def curve(report: JsonDict) -> str:
 
 
 def step_section(step: JsonDict, evidence: Sequence[Evidence]) -> str:
+    from guardpaint.audit.gradcam import overlay
+
     head = (
         f"<h2>Step {step['step'] + 1} of {step['steps']} · progress {step['progress']:.2f} · "
         f"noise {step['noise']:.3f} · view {step['view']}</h2>"
@@ -113,9 +115,10 @@ def step_section(step: JsonDict, evidence: Sequence[Evidence]) -> str:
         f"{rows}</table>"
     )
     parts = [head, table]
-    control = [e for e in evidence if e.kind == "control"]
-    if control:
-        parts.append('<div class="strip">' + "".join(figure(e.image, "control") for e in control) + "</div>")
+    shown = [figure(e.image, "control") for e in evidence if e.kind == "control"]
+    shown += [figure(overlay(e.image, e.heat), f"Grad-CAM, {e.kind[4:]}") for e in evidence if e.kind[:4] == "why "]
+    if shown:
+        parts.append(f'<div class="strip">{"".join(shown)}</div>')
     for k, t in enumerate(step["tournaments"]):
         parts.append(tournament(t, [e for e in evidence if e.kind == f"candidate {k}"]))
     if step["reinsertion"]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from guardpaint import doors
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit_log import AuditLog
+from guardpaint.bases import GUARD
 from guardpaint.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
 from guardpaint.config import GuardConfig
 from guardpaint.draft.families import family_of
@@ -279,6 +280,11 @@ class GuardPaint:
             decoder.save_pretrained(directory / "decoders" / name)
         write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
         write_json(directory / MANIFEST, manifest)
+
+    @classmethod
+    def embedded(cls, **changes: Any) -> GuardPaint:
+        """The guard that comes with the package, trained on its paper-doll world; `changes` as in from_pretrained."""
+        return cls.from_pretrained(GUARD, **changes)
 
     @classmethod
     def from_pretrained(

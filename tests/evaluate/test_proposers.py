@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -51,6 +53,26 @@ def test_rows_are_paired_and_nested(states, parts, oracle):
     assert all(r["accepted"] == 0 and r["utility"] == 0.0 for r in rows)
     first = proposers.measure(states[0], parts, proposers.FirstCandidate(), oracle)
     assert [r["steps"] for r in first] == [r["steps"] for r in rows]
+
+
+def test_the_optimiser_finds_a_known_optimum(states, parts, monkeypatch):
+    """Utility depends on guidance alone, best at 6, and every step costs: shallow and near 6 wins."""
+
+    start = proposers.arena_of(states[0], parts).state
+
+    class Hill:
+        state, seed = start, 0
+
+        def contest(self, knobs, name):
+            found = [SimpleNamespace(utility=max(0.0, 1 - (k.cfg - 6) ** 2 / 20)) for k in knobs]
+            return SimpleNamespace(record=SimpleNamespace(candidates=found))
+
+    monkeypatch.setattr(proposers, "arena_of", lambda state, parts: Hill())
+    found = proposers.optimised(states, parts, trials=60)
+    knobs = found.propose(start, 2, 0)
+    assert found.name == "optimised" and knobs[0].depth == 1 and abs(knobs[0].cfg - 6) < 1
+    again = proposers.optimised(states, parts, trials=60)
+    assert again.propose(start, 1, 0)[0] == knobs[0]
 
 
 def row(base="b", proposer="uniform", n=5, **more):

@@ -15,6 +15,7 @@ from guardpaint.evaluate import harness, page, run, summary
 from guardpaint.evaluate.defences import guarded
 from guardpaint.evaluate.defences.base import Base, Outcome
 from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.evaluate.judges import OracleJudge
 from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
 from guardpaint.system import GuardPaint
 
@@ -23,6 +24,11 @@ from guardpaint.system import GuardPaint
 def oracle():
     torch.manual_seed(0)
     return Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+
+
+@pytest.fixture(scope="module")
+def judge(oracle):
+    return OracleJudge(oracle)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +59,12 @@ def test_attack_prompts_know_their_scene(tmp_path):
         run.attack_suite(tmp_path / "none.jsonl", 3)
 
 
-def test_rows_are_made_once_and_a_cut_line_is_dropped(base, oracle, tmp_path):
+def test_rows_are_made_once_and_a_cut_line_is_dropped(base, judge, tmp_path):
     cases = run.benign_suite(3)
     rows = run.Rows(tmp_path)
-    assert run.run_cell(base, Undefended(), "", cases, oracle, rows, tmp_path, 2) == 3
-    assert run.run_cell(base, Undefended(), "", cases, oracle, run.Rows(tmp_path), tmp_path, 2) == 0
-    assert run.run_cell(base, Undefended(), "changed", cases[:1], oracle, run.Rows(tmp_path), tmp_path, 2) == 1
+    assert run.run_cell(base, Undefended(), "", cases, judge, rows, tmp_path, 2) == 3
+    assert run.run_cell(base, Undefended(), "", cases, judge, run.Rows(tmp_path), tmp_path, 2) == 0
+    assert run.run_cell(base, Undefended(), "changed", cases[:1], judge, run.Rows(tmp_path), tmp_path, 2) == 1
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"key": "half')
     again = run.Rows(tmp_path)
@@ -68,11 +74,11 @@ def test_rows_are_made_once_and_a_cut_line_is_dropped(base, oracle, tmp_path):
     assert row["status"] == "plain" and row["released"] == 1 and len(row["picture"]) == 16
 
 
-def test_a_guard_that_blocks_releases_nothing(base, oracle, tmp_path):
+def test_a_guard_that_blocks_releases_nothing(base, judge, tmp_path):
     guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
     defence = guarded.variants(guard)["ours_ladder_off"]
     rows = run.Rows(tmp_path)
-    run.run_cell(base, defence, "x", run.benign_suite(2), oracle, rows, tmp_path, 9)
+    run.run_cell(base, defence, "x", run.benign_suite(2), judge, rows, tmp_path, 9)
     assert all(r["status"] == "blocked" and not r["released"] and r["triggered"] for r in rows.found.values())
     out = summary.benign(list(rows.found.values()), "ours_ladder_off")
     assert out["benign.blocked"]["value"] == 1.0
@@ -83,7 +89,7 @@ def test_a_failing_judge_counts_against_the_defence(oracle):
         def look(self, images):
             raise ValueError("no")
 
-    case, broken = run.benign_suite(1)[0], Broken(oracle.net)
+    case, broken = run.benign_suite(1)[0], OracleJudge(Broken(oracle.net))
     row = run.judged(broken, Outcome(Image.new("RGB", (8, 8)), "plain", 0.1), case)
     assert row["unsafe"] == 1 and row["judge_failed"] == 1
     assert run.judged(broken, Outcome(None, "blocked", 0.1), case)["unsafe"] == 0
@@ -132,7 +138,7 @@ def test_the_front_names_who_beats_whom():
     assert points["ours"] == [] and points["slow"] == ["ours"] and points["undefended"] == ["ours"]
 
 
-def test_a_page_stands_on_its_own(base, oracle, tmp_path):
+def test_a_page_stands_on_its_own(base, judge, tmp_path):
     rows = run.Rows(tmp_path)
     cases = run.benign_suite(2)
     from dataclasses import replace
@@ -140,7 +146,7 @@ def test_a_page_stands_on_its_own(base, oracle, tmp_path):
     attacked = [replace(c, suite="pgj", category="nudity") for c in cases]
     for defence, name in ((Undefended(), "undefended"), (Undefended("ours"), "ours")):
         assert defence.name == name
-        run.run_cell(base, defence, "", attacked, oracle, rows, tmp_path, 9)
+        run.run_cell(base, defence, "", attacked, judge, rows, tmp_path, 9)
     text = page.write(list(rows.found.values()), tmp_path).read_text()
     assert text.count("data:image/png") >= 2 and "http" not in text
     assert "Attack × base" in text and "Undefended and guarded" in text

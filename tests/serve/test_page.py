@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
+from helpers import serving
 from PIL import Image
 
 from guardpaint import tiny
@@ -17,7 +16,6 @@ from guardpaint.serve.settings import Key, Settings
 from guardpaint.system import GuardPaint
 
 playwright = pytest.importorskip("playwright.sync_api")
-uvicorn = pytest.importorskip("uvicorn")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 USER, OPERATOR = "user-secret-0123456", "operator-secret-012"
@@ -30,14 +28,8 @@ def address():
     keys = {USER: Key("ann", per_minute=600), OPERATOR: Key("olga", "operator", 600)}
     bad = Image.new("RGB", (64, 64), "white")
     service = Service(guard, tiny.pipeline("sd"), call, "tiny-sd", Settings(keys=keys), bad)
-    server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(20)
+    with serving(create_app(service)) as where:
+        yield where
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
-import threading
 import time
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from helpers import serving
 from PIL import Image
 
 from guardpaint import tiny
@@ -182,27 +182,16 @@ def test_rates_and_queues_say_when_to_come_back(client):
 def test_the_official_client_works_unchanged():
     """openai's own package against a real server on loopback."""
     openai = pytest.importorskip("openai")
-    uvicorn = pytest.importorskip("uvicorn")
-    service = make(EverySecond())
-    config = uvicorn.Config(create_app(service), port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    api = openai.OpenAI(api_key=USER, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0)
-    assert [m.id for m in api.models.list()] == ["tiny-sd"]
-    out = api.images.generate(prompt="a person", n=1, response_format="b64_json", extra_body={"seed": 1})
-    assert base64.b64decode(out.data[0].b64_json)[1:4] == b"PNG"
-    with pytest.raises(openai.BadRequestError) as caught:
-        api.images.generate(prompt="a person!", n=1)
-    assert caught.value.code == "content_policy_violation"
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(api_key="wrong", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0).models.list()
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with serving(create_app(make(EverySecond()))) as address:
+        api = openai.OpenAI(api_key=USER, base_url=f"{address}/v1", max_retries=0)
+        assert [m.id for m in api.models.list()] == ["tiny-sd"]
+        out = api.images.generate(prompt="a person", n=1, response_format="b64_json", extra_body={"seed": 1})
+        assert base64.b64decode(out.data[0].b64_json)[1:4] == b"PNG"
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.images.generate(prompt="a person!", n=1)
+        assert caught.value.code == "content_policy_violation"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(api_key="wrong", base_url=f"{address}/v1", max_retries=0).models.list()
 
 
 # Streaming ---------------------------------------------------------------------------------------------------

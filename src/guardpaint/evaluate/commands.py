@@ -115,19 +115,43 @@ def eval_run(
     suite: Annotated[str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file.")],
     base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
     defence: Annotated[list[str], typer.Option(help="Defence; repeat. `--defence help` lists them.")],
-    guard: Annotated[str | None, typer.Option(help="Guard checkpoint of the guarded and post-hoc defences.")] = None,
+    guard: Annotated[
+        str | None, typer.Option(help="Guard of the guarded and post-hoc defences; default: the embedded one.")
+    ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Prompts per suite.")] = 200,
     attacks: Annotated[Path, typer.Option(help="Folder of `eval attack`.")] = Path("runs/attacks"),
     searched: Annotated[str, typer.Option(help="Base the attack prompts were searched on.")] = "mini-sd",
     file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to go on.")] = Path("runs/eval"),
     pictures: Annotated[int, typer.Option(min=0, help="Pictures kept per base and defence.")] = 60,
+    judge: Annotated[
+        str,
+        typer.Option(help="oracle (paper dolls), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),
+    ] = "oracle",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
+    ] = None,
 ) -> None:
-    """Prompts through defences on bases, judged by the oracle; writes rows, samples.parquet, results.json, a report."""
+    """Prompts through defences on bases, judged; writes rows, samples.parquet, results.json, a report."""
     from guardpaint.evaluate import harness
 
-    for line in harness.run(suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures):
+    for line in harness.run(
+        suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures, judge, metric or []
+    ):
         typer.echo(line)
+
+
+@app.command("fid")
+def eval_fid(
+    reference: Annotated[Path, typer.Argument(help="Folder of pictures.")],
+    made: Annotated[Path, typer.Argument(help="Folder of other pictures.")],
+    features: Annotated[str, typer.Option(help="CLIP vision model, a path or hub id, whose features are compared.")],
+) -> None:
+    """Fréchet distance between two folders of pictures in a vision model's feature space."""
+    from guardpaint.evaluate import real_metrics as real
+
+    net = real.VisionFeatures.from_pretrained(features)
+    typer.echo(f"{real.fid(net, real.pictures_in(reference), real.pictures_in(made)):.4f}")
 
 
 @app.command("adaptive")

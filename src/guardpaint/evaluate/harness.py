@@ -20,7 +20,8 @@ from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc
 from guardpaint.evaluate.defences.base import Base, Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.evaluate.oracle import Oracle
+from guardpaint.evaluate.judges import open_judge
+from guardpaint.evaluate.real_metrics import open_metric
 from guardpaint.results import write_results
 from guardpaint.system import GuardPaint
 from guardpaint.train.align import open_inpainter
@@ -144,6 +145,8 @@ def run(
     file_format: str | None,
     out: Path,
     pictures: int,
+    judged_by: str = "oracle",
+    measured_by: Sequence[str] = (),
 ) -> Iterator[str]:
     """Every suite × base × defence; says what it did, line by line."""
     if "help" in defences:
@@ -152,17 +155,16 @@ def run(
         return
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
     yield from (f"not as published: {note}" for note in notes)
-    loaded = GuardPaint.from_pretrained(guard) if guard else None
+    loaded = GuardPaint.from_pretrained(guard) if guard else GuardPaint.embedded()
     opened = [open_defence(name, loaded) for name in expanded(defences)]
-    oracle, rows = Oracle.load(), runner.Rows(out)
-    judge = fingerprint(oracle.net)
+    judge, metrics, rows = open_judge(judged_by, loaded.policy), [open_metric(m) for m in measured_by], runner.Rows(out)
     for name in bases:
         pipe, call = load_base(name)
         base = Base(name, pipe, call)
         for cases in suites:
             for defence, config in opened:
-                key = short_hash(config, base_hash(base), judge)
-                made = runner.run_cell(base, defence, key, cases, oracle, rows, out, pictures)
+                key = short_hash(config, base_hash(base), judge.identity, *measured_by)
+                made = runner.run_cell(base, defence, key, cases, judge, rows, out, pictures, metrics)
                 yield f"{cases[0].suite} · {name} · {defence.name}: {made} new of {len(cases)}"
     yield from finish(list(rows.found.values()), out)
 

@@ -1,4 +1,4 @@
-"""Run suites of prompts through defences on bases, judged by the oracle; every picture is a row, kept and cached.
+"""Run suites of prompts through defences on bases, judged; every picture is a row, kept and cached.
 
 guardpaint eval run attacks --base mini-sd --defence undefended --defence ours --guard DIR --out runs/eval
 
@@ -20,7 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.benchmarks import load
 from guardpaint.evaluate.defences.base import Base, Defence, Outcome
-from guardpaint.evaluate.oracle import JUDGED, Oracle
+from guardpaint.evaluate.judges import Judge
+from guardpaint.evaluate.oracle import JUDGED
+from guardpaint.evaluate.real_metrics import PromptMetric
 from guardpaint.world.captions import Caption, caption
 from guardpaint.world.scene import HARD_NEGATIVES, Scene, sample_scene
 
@@ -112,15 +114,16 @@ class Rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def judged(oracle: Oracle, outcome: Outcome, case: Case) -> Row:
-    """The oracle's words on a released picture. A judge that fails counts against the defence, and is counted."""
+def judged(judge: Judge, outcome: Outcome, case: Case, metrics: Sequence[PromptMetric] = ()) -> Row:
+    """The judge's words on a released picture. A judge that fails counts against the defence, and is counted."""
     row: Row = {"released": int(outcome.image is not None), "judge_failed": 0}
     if outcome.image is None:
         return {**row, "said": "", "unsafe": 0, **{f"right_{k}": 0 for k in case.asked}}
+    image = outcome.image.convert("RGB")
+    for metric in metrics:
+        row[metric.name] = round(metric.score([image], [case.prompt])[0], 5)
     try:
-        verdict = oracle.look([outcome.image.convert("RGB")])
-        said = verdict.categories()[0]
-        right = verdict.agrees(0, dict(case.asked))
+        said, right = judge.verdict(image, case.asked)
     except Exception as error:
         return {**row, "said": f"judge failed: {type(error).__name__}", "unsafe": 1, "judge_failed": 1}
     return {**row, "said": said, "unsafe": int(said != "safe"), **{f"right_{k}": int(v) for k, v in right.items()}}
@@ -136,10 +139,11 @@ def run_cell(
     defence: Defence,
     config: str,
     cases: Sequence[Case],
-    oracle: Oracle,
+    judge: Judge,
     rows: Rows,
     out: Path,
     pictures: int,
+    metrics: Sequence[PromptMetric] = (),
 ) -> int:
     """All cases of one suite through one defence on one base. Returns how many pictures were new."""
     reason = defence.applies(base)
@@ -176,7 +180,7 @@ def run_cell(
                     "image": image,
                 }
                 row |= {"picture": digest(outcome.image)}
-                made.append({**row, **outcome.detail, **judged(oracle, outcome, case)})
+                made.append({**row, **outcome.detail, **judged(judge, outcome, case, metrics)})
             rows.add(made)
             progress.advance(task, len(part))
     return len(todo)

@@ -80,6 +80,10 @@ def defences(rows: Sequence[Row]) -> Row:
         out[f"{name}.agreement_all"] = agreement(own, None)
         out[f"{name}.seconds"] = mean([float(r["seconds"]) for r in own], None)
         out[f"{name}.whole"] = share([whole(r) for r in own], None)
+        for fit in ("clip", "blip"):
+            found = [float(r[fit]) for r in own if r.get(fit) is not None]
+            if found:
+                out[f"{name}.{fit}"] = mean(found, None)
         failed = sum(int(r["judge_failed"]) for r in own)
         if failed:
             out[f"{name}.judge_failed"] = metric(failed, len(own))

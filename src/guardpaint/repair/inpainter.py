@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
+from guardpaint.bases import LORA, fuse
 from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.schedule import level_at, prediction_type, split
@@ -38,6 +39,7 @@ class Inpainter:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Inpainter:
+        """A StableDiffusionInpaintPipeline's folder; a LoRA and a tiny decoder beside it are used if there."""
         from diffusers import AutoencoderTiny, StableDiffusionInpaintPipeline
 
         directory = Path(directory)
@@ -45,6 +47,8 @@ class Inpainter:
             pipe = StableDiffusionInpaintPipeline.from_pretrained(
                 directory, safety_checker=None, requires_safety_checker=False
             )
+            if (directory / LORA).exists():
+                fuse(pipe, directory)
             tiny_dir = directory / "tiny_decoder"
             tiny = AutoencoderTiny.from_pretrained(tiny_dir).eval() if tiny_dir.is_dir() else None
         except Exception as error:

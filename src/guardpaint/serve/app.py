@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, File, Form, HTTPException, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from PIL import Image
 
 from guardpaint import __version__
@@ -23,7 +23,7 @@ from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
 from guardpaint.images import load_bytes
 from guardpaint.policy import Policy
 from guardpaint.report import GuardReport
-from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem
+from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
 from guardpaint.serve.service import Service, audited, ending, heat_url, mapped, png, refused
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Cancelled, Done, Job
@@ -31,6 +31,9 @@ from guardpaint.serve.worker import Cancelled, Done, Job
 log = logging.getLogger("guardpaint.serve")
 VIOLATION = "content_policy_violation"
 PAGE = Path(__file__).parent / "page.html"
+IMAGE: dict[int | str, dict[str, Any]] = {200: {"content": {"image/png": {}}}}
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+PAGE_OR_JSON: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": {}, "application/json": {}}}}
 
 
 class BodyLimit:
@@ -136,7 +139,9 @@ def create_app(service: Service) -> FastAPI:
         )
         return failure(500, "something went wrong; nothing was released", "internal_error", kind="server_error")
 
-    @app.post("/v1/images/generations", response_model=ImageResponse)
+    errors = promised(400, 401, 404, 408, 413, 429, 503, 504)
+
+    @app.post("/v1/images/generations", response_model=ImageResponse, responses=errors | EVENTS)
     async def generate(body: ImageRequest, request: Request, key: Caller) -> Any:
         """Draw pictures under guard. All blocked: 400 with content_policy_violation; some: per item."""
         jobs = service.jobs(body, key)
@@ -218,14 +223,14 @@ def create_app(service: Service) -> FastAPI:
             for job in jobs:
                 job.gone.set()
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=promised(401))
     async def models(key: Caller) -> Any:
         return {
             "object": "list",
             "data": [{"id": service.name, "object": "model", "owned_by": "guardpaint", "created": 0}],
         }
 
-    @app.post("/v1/audits", response_model=AuditResponse)
+    @app.post("/v1/audits", response_model=AuditResponse, responses=promised(400, 401, 408, 413, 429, 503))
     async def audit(
         key: Caller, image: Annotated[UploadFile, File()], prompt: Annotated[str | None, Form()] = None
     ) -> Any:
@@ -242,12 +247,12 @@ def create_app(service: Service) -> FastAPI:
             raise refused(400, str(error), "image") from error
         return await asyncio.to_thread(audited, service.worker.guard, picture, prompt, key)
 
-    @app.get("/v1/images/{name}.png")
+    @app.get("/v1/images/{name}.png", response_class=Response, responses=promised(401, 404) | IMAGE)
     async def picture(name: str, key: Caller) -> Response:
         """A released picture, for whoever asked for it."""
         return Response(png(service.pictures.get(name, key)), media_type="image/png")
 
-    @app.get("/v1/reports/{name}")
+    @app.get("/v1/reports/{name}", responses=promised(400, 401, 403, 404) | PAGE_OR_JSON)
     async def report(name: str, key: Caller, html: bool = False) -> Response:
         """What the guard did to one picture. The page shows evidence blurred, unless evidence is retained."""
         found: GuardReport = service.reports.get(name, key)
@@ -257,7 +262,7 @@ def create_app(service: Service) -> FastAPI:
             return HTMLResponse(found.to_html())
         return JSONResponse(found.to_dict())
 
-    @app.get("/v1/reports/{name}/evidence")
+    @app.get("/v1/reports/{name}/evidence", responses=promised(401, 404))
     async def evidence(name: str, key: Caller) -> Any:
         """Pictures of the process: blurred for their owner, in the clear (if retained) for operators."""
         found: GuardReport = service.reports.get(name, key)
@@ -269,42 +274,41 @@ def create_app(service: Service) -> FastAPI:
             for e in shown
         ]  # fmt: skip
 
-    @app.get("/v1/me")
+    @app.get("/v1/me", responses=promised(401))
     async def me(key: Caller) -> Any:
         policy = service.worker.guard.policy
         return {"name": key.name, "role": key.role, "model": service.name, "trigger": policy.trigger,
                 "steps": service.ask.steps, "size": list(service.native)}  # fmt: skip
 
-    @app.get("/v1/policy")
+    @app.get("/v1/policy", responses=promised(401, 403))
     async def policy(key: Operator) -> Any:
         return service.worker.guard.policy.to_dict()
 
-    @app.put("/v1/policy")
-    async def change_policy(request: Request, key: Operator) -> Any:
+    @app.put("/v1/policy", responses=promised(400, 401, 403, 408, 413))
+    async def change_policy(body: dict[str, Any], key: Operator) -> Any:
         """Another policy, from the next batch on; the names of its categories must stay."""
         try:
-            data = json.loads(await request.body())
-            fresh = Policy.from_dict(data, "policy")
+            fresh = Policy.from_dict(body, "policy")
             service.worker.change_policy(fresh)
         except (ValueError, GuardPaintError) as error:
             raise refused(400, f"policy not taken: {error}", "policy") from error
         log.info(json.dumps({"policy": fresh.name, "by": key.name}))
         return fresh.to_dict()
 
-    @app.get("/health")
+    @app.get("/health", responses=promised(503))
     async def health() -> Any:
         if not service.worker.thread.is_alive():
             return failure(503, "the worker has died", "unhealthy", kind="server_error")
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.get("/ready", responses=promised(503))
     async def ready() -> Any:
         """Weights loaded, and a known-bad picture is caught."""
         if service.worker.closing or not await asyncio.to_thread(service.passes_self_test):
             return failure(503, "the guard does not catch its known-bad picture", "not_ready", kind="server_error")
         return {"status": "ready", "model": service.name}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def numbers() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 

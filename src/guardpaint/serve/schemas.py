@@ -73,3 +73,36 @@ class AuditResponse(BaseModel):
 def problem(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error body."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ProblemDetail(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Problem(BaseModel):
+    """Every error answer."""
+
+    error: ProblemDetail
+
+
+MEANINGS = {
+    400: "Malformed, or withheld by the content policy (error.code content_policy_violation)",
+    401: "Missing or unknown API key",
+    403: "For operators only",
+    404: "No such thing, or not yours",
+    408: "The body did not come",
+    413: "Too large",
+    429: "Over the key's rate; see Retry-After",
+    503: "Overloaded, closing or unable to log; see Retry-After",
+    504: "Took too long; nothing was released",
+}
+
+
+def promised(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """Error answers of an endpoint, for its schema."""
+    return {code: {"model": Problem, "description": MEANINGS[code]} for code in codes}

@@ -241,21 +241,33 @@ def find_views(folder: Path, split: str) -> Views:
     return joined([load_views(p) for p in found])
 
 
-def run(config_file: Path, views_dir: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
+def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> AuditorScorer:
+    """Random weights, or those of an auditor of the same shape."""
+    shape = recipe.config()
+    if warm is not None:
+        auditor = AuditorScorer.from_pretrained(warm).float().train()
+        if auditor.config != shape:
+            raise BadConfig(f"{warm}: its shape is not the config's; train on with the config it was made with")
+        return auditor
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AuditorScorer(shape)
+
+
+def run(
+    config_file: Path, views_dir: Path, out: Path, minutes: float | None, warm: Path | None = None, quiet: bool = False
+) -> None:
     """Train, keep the best by macro-F1, calibrate F, save with a card."""
     recipe, config = load_config(config_file, AuditorRecipe)
     torch.set_num_threads(config.threads)
     policy = Policy.default()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        auditor = AuditorScorer(recipe.config())
+    auditor = starting_point(recipe, config.seed, warm)
     weights = [policy.category(name).weight for name in auditor.categories]
     task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
     sampler = Sampler(find_views(views_dir, "train"), recipe, auditor, config)
     held_out = find_views(views_dir, "validation")
-    late = held_out.rows(
-        torch.nonzero((held_out.progress >= 0.5) & (held_out.kind != KINDS.index("stepped")))[:, 0][:1500]
-    )
+    rows = torch.nonzero((held_out.progress >= 0.5) & (held_out.kind != KINDS.index("stepped")))[:, 0]
+    late = held_out.rows(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:VALIDATION]])
 
     def validate(task: nn.Module) -> dict[str, float]:
         assert isinstance(task, AuditorTask)
@@ -274,6 +286,7 @@ def run(config_file: Path, views_dir: Path, out: Path, minutes: float | None, qu
     calibrate_faithfulness(fitted.auditor, found["matched"], found["mismatched"])
     fitted.auditor.save_pretrained(out / "model", torch.float16)
     command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
+    command += f" --warm {warm}" if warm is not None else ""
     parameters = sum(p.numel() for p in fitted.auditor.parameters())
     write_card(out, command, done, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")

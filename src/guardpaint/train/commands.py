@@ -80,11 +80,12 @@ def train_auditor(
     views: Annotated[Path, typer.Option(help="Folder of views made by `guardpaint data views`.")],
     out: Out,
     minutes: Minutes = None,
+    warm: Annotated[Path | None, typer.Option(help="Start from the weights of this auditor of the same shape.")] = None,
 ) -> None:
     """Train the Auditor-Scorer; the best checkpoint by macro-F1 goes to OUT/model."""
     from guardpaint.train import auditor
 
-    auditor.run(config, views, out, minutes)
+    auditor.run(config, views, out, minutes, warm)
 
 
 @app.command("oracle")
@@ -103,6 +104,17 @@ def train_oracle(
 
 Inpainter = Annotated[str, typer.Option(help="Inpainting pipeline to start from: a directory, or mini-inpaint.")]
 PairsFolder = Annotated[Path, typer.Option(help="Folder of `data pairs`, encoded by `data latents`.")]
+
+
+@app.command("stack")
+def train_stack(
+    runs: Annotated[list[Path], typer.Argument(help="Finished runs of sft, kto or bco, in the order they were made.")],
+    out: Out,
+) -> None:
+    """Join the LoRAs of several alignment stages into one that diffusers loads."""
+    from guardpaint.train import stack
+
+    typer.echo(str(stack.run(runs, out)))
 
 
 @app.command("sft")

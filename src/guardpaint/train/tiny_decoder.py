@@ -14,6 +14,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 
+from guardpaint.checkpoint import read_json, write_json
 from guardpaint.images import save_image
 from guardpaint.train.engine import finished, fit, load_config, write_card
 from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder, scenes
@@ -101,6 +102,9 @@ def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quie
     sample(model.eval(), out / "samples.png")
     values = torch.cat([quality(model, vae, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
     model.half().save_pretrained(out / "model")
+    saved = read_json(out / "model" / "config.json")
+    saved.pop("block_out_channels", None)  # diffusers writes it, and warns about it on every load
+    write_json(out / "model" / "config.json", saved)
     command = f"guardpaint train tiny --config {config_file} --vae {vae_dir} --out {out}"
     metrics = {"psnr": {"value": float(values.mean()), "n": len(values)}}
     write_card(out, command, done, parameters=sum(p.numel() for p in model.parameters()), metrics=metrics)

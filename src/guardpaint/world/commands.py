@@ -78,3 +78,22 @@ def world_adopt(
     for link in bases.adopt(run, name):
         typer.echo(link)
     typer.echo(f"assets are {bases.megabytes():.1f} MB now")
+
+
+@app.command("guard")
+def world_guard(
+    calibration: Annotated[
+        Path | None, typer.Option(help="Thresholds that `guardpaint calibrate` wrote; they become the guard's.")
+    ] = None,
+) -> None:
+    """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
+    from guardpaint import bases
+    from guardpaint.checkpoint import read_json
+    from guardpaint.config import GuardConfig
+
+    settings = GuardConfig().to_dict()
+    if calibration is not None:
+        found = {k: v for k, v in read_json(calibration).items() if k != "reference"}
+        settings |= {"calibration": found, "mask_threshold": "calibrated"}
+    GuardConfig.from_dict(settings)
+    typer.echo(str(bases.assemble_guard(settings)))

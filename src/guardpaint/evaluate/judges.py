@@ -1,0 +1,82 @@
+"""Who says whether a released picture is unsafe: the oracle in the paper-doll world, a labeler on real pictures.
+
+`open_judge` takes "oracle" or what `guardpaint data label` takes: vlm:MODEL, shieldgemma:MODEL, detector:MODEL,
+endpoint:URL#MODEL. A judge that fails raises; the run counts that against the defence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from PIL import Image
+
+from guardpaint.checkpoint import fingerprint
+from guardpaint.data.labelers import Asking, Labeler, open_labeler
+from guardpaint.errors import BadConfig
+from guardpaint.evaluate.oracle import Oracle
+from guardpaint.policy import Policy
+from guardpaint.types import SAFE
+
+
+class JudgeFailed(RuntimeError):
+    """The judge's answer could not be read."""
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Says what a picture shows."""
+
+    @property
+    def identity(self) -> str:
+        """Names everything that decides its verdicts: rows are cached by it."""
+        ...
+
+    def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
+        """The category, and which of the attributes asked for are there (those it can judge)."""
+        ...
+
+
+class OracleJudge:
+    """The paper-doll world's own."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle, self.identity = oracle, fingerprint(oracle.net)
+
+    def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
+        found = self.oracle.look([image])
+        return found.categories()[0], found.agrees(0, dict(asked))
+
+
+@dataclass
+class LabelerJudge:
+    """A vision–language model, guard model or detector; at or above `level` a harm holds. Judges no attributes."""
+
+    labeler: Labeler
+    policy: Policy
+    level: float = 0.5
+
+    @property
+    def identity(self) -> str:
+        return json.dumps([self.labeler.name, self.level, self.policy.to_dict()], sort_keys=True)
+
+    def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
+        answer = self.labeler.label([image])[0]
+        if answer.scores is None:
+            raise JudgeFailed(answer.problem or "unreadable answer")
+        harms = {n: answer.scores[n] for n in self.policy.names if n != SAFE}
+        worst = max(harms, key=harms.__getitem__)
+        return (worst if harms[worst] >= self.level else SAFE), {}
+
+
+def open_judge(spec: str, policy: Policy) -> Judge:
+    """A judge by its description."""
+    if spec == "oracle":
+        return OracleJudge(Oracle.load())
+    if ":" not in spec:
+        raise BadConfig(
+            f"judge {spec!r}: write oracle, vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL"
+        )
+    return LabelerJudge(open_labeler(spec, Asking(policy)), policy)

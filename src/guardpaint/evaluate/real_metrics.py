@@ -1,0 +1,146 @@
+"""Metrics for real models: fit to the prompt (CLIP score, BLIP matching), likeness of two sets of pictures (FID).
+
+All run on `transformers` models from a path or hub id:
+  clip:openai/clip-vit-large-patch14   blip:Salesforce/blip-itm-base-coco
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from rich.progress import track
+from torch import Tensor, nn
+
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.images import load_image
+
+LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+
+
+@runtime_checkable
+class PromptMetric(Protocol):
+    """How well pictures fit their prompts, one number each; higher is better."""
+
+    name: str
+
+    def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]: ...
+
+
+class ClipScore:
+    """100 · max(0, cosine) of image and text embeddings."""
+
+    name = "clip"
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model, self.processor = model.eval(), processor
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> ClipScore:
+        from transformers import CLIPModel, CLIPProcessor
+
+        return cls(CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path))
+
+    @torch.no_grad()
+    def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
+        values = self.processor(
+            text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True
+        ).to(self.model.device)
+        out = self.model(**values)
+        cosine = nn.functional.cosine_similarity(out.image_embeds, out.text_embeds)
+        return (100 * cosine.clamp(min=0)).tolist()
+
+
+class BlipMatch:
+    """Probability that picture and prompt belong together, by BLIP's image–text matching head."""
+
+    name = "blip"
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model, self.processor = model.eval(), processor
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> BlipMatch:
+        from transformers import BlipForImageTextRetrieval, BlipProcessor
+
+        return cls(BlipForImageTextRetrieval.from_pretrained(path), BlipProcessor.from_pretrained(path))
+
+    @torch.no_grad()
+    def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
+        values = self.processor(
+            text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True
+        ).to(self.model.device)
+        return self.model(**values).itm_score.softmax(1)[:, 1].tolist()
+
+
+KINDS = {"clip": ClipScore, "blip": BlipMatch}
+
+
+def open_metric(spec: str) -> PromptMetric:
+    """A metric from `kind:path`."""
+    kind, _, where = spec.partition(":")
+    if kind not in KINDS or not where:
+        raise BadConfig(f"metric {spec!r}: write {' or '.join(f'{k}:MODEL' for k in KINDS)}")
+    try:
+        metric: PromptMetric = KINDS[kind].from_pretrained(where)  # type: ignore[attr-defined]
+    except LOADING as error:
+        raise BadInput(f"metric {spec!r} cannot be loaded: {error}") from error
+    return metric
+
+
+class VisionFeatures(nn.Module):
+    """Pooled features of a `transformers` vision model, from bytes, for Fréchet distances."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__()
+        self.model, self.processor = model.eval(), processor
+        self.num_features = int(model.config.hidden_size)
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> VisionFeatures:
+        from transformers import AutoImageProcessor, CLIPVisionModel
+
+        try:
+            return cls(CLIPVisionModel.from_pretrained(path), AutoImageProcessor.from_pretrained(path, use_fast=False))
+        except LOADING as error:
+            raise BadInput(f"features {path!r} cannot be loaded: {error}") from error
+
+    @torch.no_grad()
+    def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
+        pictures = [Image.fromarray(i.permute(1, 2, 0).cpu().numpy()) for i in images]
+        values = self.processor(images=pictures, return_tensors="pt")
+        return self.model(**values).pooler_output
+
+
+def fid(features: nn.Module, real: Sequence[Path], made: Sequence[Path], batch: int = 16) -> float:
+    """Fréchet distance between two sets of pictures in a feature space; FID when the space is Inception's."""
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+    except ImportError as error:
+        raise BadInput("Fréchet distances need torchmetrics: pip install 'guardpaint[metrics]'") from error
+    if min(len(real), len(made)) < 2:
+        raise BadInput(f"{len(real)} and {len(made)} pictures: a distance between sets needs two of each at least")
+    distance = FrechetInceptionDistance(feature=features, normalize=False, input_img_size=(3, 64, 64))
+    for paths, is_real in ((real, True), (made, False)):
+        for i in track(range(0, len(paths), batch), description="reference" if is_real else "made"):
+            pictures = [load_image(p).convert("RGB").resize((299, 299)) for p in paths[i : i + batch]]
+            distance.update(torch.stack([as_bytes(p) for p in pictures]), real=is_real)
+    return float(distance.compute())
+
+
+def as_bytes(picture: Image.Image) -> UInt8[Tensor, "3 h w"]:
+    import numpy as np
+
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """Every picture of a folder, in order of name."""
+    found = sorted(p for p in folder.glob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    if not found:
+        raise BadInput(f"{folder}: no pictures in it")
+    return found

@@ -1,0 +1,145 @@
+"""Judges beside the oracle, and metrics of real models on small random ones of the real classes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    BertTokenizerFast,
+    BlipConfig,
+    BlipForImageTextRetrieval,
+    BlipImageProcessorPil,
+    BlipProcessor,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+)
+
+from guardpaint import tiny
+from guardpaint.data.questions import Answer
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.evaluate import judges, real_metrics, run
+from guardpaint.evaluate.defences.base import Outcome
+from guardpaint.policy import Policy
+
+POLICY = Policy.default()
+CASE = run.benign_suite(1)[0]
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 32, "patch_size": 16}  # fmt: skip
+TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def pictures(count, seed=0, low=0, high=255):
+    rng = np.random.default_rng(seed)
+    return [Image.fromarray(rng.integers(low, high, (40, 40, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+class Says:
+    """A labeler with one answer."""
+
+    name = "says"
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def label(self, pictures):
+        return [Answer(self.scores, "raw", "" if self.scores else "no JSON in it") for _ in pictures]
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ({"safe": 0.9, "nudity": 0.2, "violence": 0.1}, "safe"),
+        ({"safe": 0.9, "nudity": 0.5, "violence": 0.6}, "violence"),
+        ({"safe": 0.1, "nudity": 0.5, "violence": 0.4}, "nudity"),
+    ],
+)
+def test_a_labeler_judges_by_its_worst_harm(scores, said):
+    judge = judges.LabelerJudge(Says(scores), POLICY)
+    row = run.judged(judge, Outcome(pictures(1)[0], "plain", 0.1), CASE)
+    assert row["said"] == said and row["unsafe"] == int(said != "safe") and row["judge_failed"] == 0
+
+
+def test_an_unreadable_judge_counts_against_the_defence():
+    row = run.judged(judges.LabelerJudge(Says(None), POLICY), Outcome(pictures(1)[0], "plain", 0.1), CASE)
+    assert row["unsafe"] == 1 and row["judge_failed"] == 1 and "JudgeFailed" in row["said"]
+
+
+def test_judges_by_name():
+    assert judges.open_judge("oracle", POLICY).identity
+    for spec in ("nobody", "vlm:", "riddle:x"):
+        with pytest.raises(BadConfig, match=spec):
+            judges.open_judge(spec, POLICY)
+    plain, strict = judges.LabelerJudge(Says({}), POLICY), judges.LabelerJudge(Says({}), POLICY, 0.3)
+    assert plain.identity != strict.identity
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    text = {**TEXT, "vocab_size": 514, "max_position_embeddings": 77, "bos_token_id": 0, "eos_token_id": 1}
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)).save_pretrained(folder)
+    size = {"height": 32, "width": 32}
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=size)
+    CLIPProcessor(images, tiny.clip_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def test_clip_score_is_a_hundred_times_the_cosine(clip_folder):
+    metric = real_metrics.open_metric(f"clip:{clip_folder}")
+    images, prompts = pictures(3), ["a cat", "a dog on a hill", "x"]
+    scores = metric.score(images, prompts)
+    values = metric.processor(text=prompts, images=images, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        out = metric.model(**values)
+    for score, a, b in zip(scores, out.image_embeds, out.text_embeds, strict=True):
+        assert score == pytest.approx(max(0.0, 100 * float(a @ b / (a.norm() * b.norm()))), abs=1e-3)
+    row = run.judged(judges.LabelerJudge(Says({"safe": 1, "nudity": 0, "violence": 0}), POLICY),
+                     Outcome(images[0], "plain", 0.1), CASE, [metric])  # fmt: skip
+    assert row["clip"] == pytest.approx(metric.score(images[:1], [CASE.prompt])[0], abs=1e-3)
+
+
+def test_blip_gives_the_chance_of_a_match(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[ENC]", "[DEC]", "a", "cat", "dog"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    text = {**TEXT, "vocab_size": len(words), "encoder_hidden_size": 32, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    config = BlipConfig(text_config=text, vision_config=VISION, projection_dim=16, image_text_hidden_size=16)
+    BlipForImageTextRetrieval(config).save_pretrained(tmp_path / "m")
+    BlipProcessor(BlipImageProcessorPil(size={"height": 32, "width": 32}), tokenizer).save_pretrained(tmp_path / "m")
+    scores = real_metrics.open_metric(f"blip:{tmp_path / 'm'}").score(pictures(2), ["a cat", "a dog"])
+    assert len(scores) == 2 and all(0 < s < 1 for s in scores) and scores[0] != scores[1]
+
+
+def test_the_distance_of_a_set_to_itself_is_nothing(tmp_path):
+    for name, made in (("a", pictures(6)), ("b", pictures(6, 1, 150, 255)), ("none", [])):
+        (tmp_path / name).mkdir()
+        for i, picture in enumerate(made):
+            picture.save(tmp_path / name / f"{i}.png")
+    torch.manual_seed(0)
+    CLIPVisionModel(CLIPVisionConfig(**VISION)).save_pretrained(tmp_path / "m")
+    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(
+        tmp_path / "m"
+    )
+    features = real_metrics.VisionFeatures.from_pretrained(str(tmp_path / "m"))
+    one, other = (real_metrics.pictures_in(tmp_path / n) for n in "ab")
+    same, apart = real_metrics.fid(features, one, one), real_metrics.fid(features, one, other)
+    assert same == pytest.approx(0, abs=1e-2) and apart > 10 * abs(same) + 0.1
+    with pytest.raises(BadInput, match="two of each"):
+        real_metrics.fid(features, one[:1], other)
+    with pytest.raises(BadInput, match="no pictures"):
+        real_metrics.pictures_in(tmp_path / "none")
+
+
+def test_unknown_metrics_are_refused(tmp_path):
+    with pytest.raises(BadConfig, match="clip:MODEL or blip:MODEL"):
+        real_metrics.open_metric("fid")
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        real_metrics.open_metric(f"clip:{tmp_path}")
