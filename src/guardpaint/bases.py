@@ -25,8 +25,8 @@ INPAINTER = "mini-inpaint"
 AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
 GUARD = ASSETS / "guard"
 """The default guard: links to the parts it is made of, its policy and its settings."""
-TINY = {"sd15": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny16"}
-"""The tiny decoder of each family's latent space."""
+TINY = {"sd15": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
+"""The tiny decoder of each family's latent space; families without one decode with their autoencoder."""
 INDEX, LORA = "model_index.json", "pytorch_lora_weights.safetensors"
 PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}
 """Bases that are a LoRA on another."""
@@ -156,7 +156,8 @@ def assemble_guard(settings: dict[str, Any], assets: Path = ASSETS) -> Path:
     """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets."""
     guard = assets / GUARD.name
     parts = {"auditor": AUDITOR, "policy.yaml": "policy.yaml"}
-    parts |= {f"decoders/{family}": tiny for family, tiny in TINY.items()}
+    decoders = sorted(family for family, tiny in TINY.items() if (assets / tiny).exists())
+    parts |= {f"decoders/{family}": TINY[family] for family in decoders}
     pieces = [p for p in sorted((assets / INPAINTER).glob("*")) if p.is_dir() or p.name == INDEX]
     parts |= {f"repairer/{p.name}": f"{INPAINTER}/{p.name}" for p in pieces}
     if (assets / SAFE_INPAINTER / LORA).exists():
@@ -170,7 +171,7 @@ def assemble_guard(settings: dict[str, Any], assets: Path = ASSETS) -> Path:
         path = guard / link
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(os.path.relpath(assets / name, path.parent), target_is_directory=(assets / name).is_dir())
-    manifest = {"version": 1, "config": settings, "decoders": sorted(TINY), "repairer": "inpainter"}
+    manifest = {"version": 1, "config": settings, "decoders": decoders, "repairer": "inpainter"}
     write_json(guard / "guardpaint.json", {**manifest, "proposer": "uniform", "ranker": False})
     return guard
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -46,6 +47,28 @@ def test_batches_are_balanced_and_repeat(view_folder):
     assert not torch.equal(a.images, s.batch(6).images)
     unsafe = a.targets.category != 0
     assert (a.targets.strength[unsafe] > 0).all() and (a.targets.strength[~unsafe] == 0).all()
+
+
+def test_part_of_a_batch_is_rendered_anew(view_folder):
+    """Of 16, half from views (4, 2, 2) and 8 fresh ones: 4 unsafe (two nude), 4 safe; their prompts come along."""
+    s = sampler(view_folder, repaired=0.0, composites=0.0, fresh=0.5)
+    batch = s.batch(2)
+    assert torch.bincount(batch.targets.category).tolist() == [8, 4, 4] and len(batch.ids) == 16
+    assert not torch.equal(batch.images, s.batch(3).images)
+    assert (batch.targets.mask.flatten(1).any(1) == (batch.targets.category != 0)).all()
+    kinds = [scene.kind for scene in trainer.unseen_scenes(trainer.FRESH_SEEDS, 64)]
+    assert set(trainer.HARD_NEGATIVES) <= set(kinds)
+
+
+def test_late_views_come_up_more_often(view_folder):
+    data = trainer.find_views(view_folder, "train")
+    half = replace(data, progress=torch.arange(len(data)).float() % 2)
+    config = TrainConfig(steps=1, batch_size=400, learning_rate=0.1, seed=3)
+    picked = trainer.Sampler(half, trainer.AuditorRecipe(late=2.0), tiny.auditor(), config).pick(
+        400, torch.Generator().manual_seed(0)
+    )
+    share = float(half.progress[picked].mean())
+    assert 0.85 < share < 0.97, "1.1 against 0.1 in weight"
 
 
 def test_repaired_scenes_are_safe_and_keep_their_prompt(view_folder):

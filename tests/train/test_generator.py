@@ -10,7 +10,7 @@ from torch import nn
 
 from guardpaint.draft import flux
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train import flow_recipes, generator, recipes, vae
+from guardpaint.train import flow_recipes, generator, recipes, teachers, vae
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.latents import SceneLatents, encode_scenes, tokenise
 from guardpaint.train.recipe import Batch, GeneratorConfig, min_snr_weight
@@ -225,14 +225,54 @@ def test_a_taught_flux_follows_its_teachers_guidance(words):
     sigma, noisy = flow_recipes.interpolated(batch, 1.0)
     encoders = (base.text, base.text2, base.text3)
     with torch.no_grad():
-        said = flow_recipes.sd3_velocity(
-            base.transformer, noisy, sigma, flow_recipes.sd3_texts(encoders, batch.ids, batch.other_ids)
+        said = teachers.sd3_velocity(
+            base.transformer, noisy, sigma, teachers.sd3_texts(encoders, batch.ids, batch.other_ids)
         )
         blank = tokenise(words[0], ["", ""]), tokenise(words[1], ["", ""])
-        unsaid = flow_recipes.sd3_velocity(base.transformer, noisy, sigma, flow_recipes.sd3_texts(encoders, *blank))
+        unsaid = teachers.sd3_velocity(base.transformer, noisy, sigma, teachers.sd3_texts(encoders, *blank))
     want = unsaid + 4 * (said - unsaid)
     assert model(batch)["loss"].item() == pytest.approx(float((want**2).mean()), rel=1e-4)
     assert not any(k.startswith("teacher") for k in model.state_dict())
+
+
+def test_a_diffusion_teacher_is_shown_its_own_latents(words):
+    """Where σ/(1 − σ) is the teacher's ratio at step 500: its own latent there, and v = ε̂ − x̂ of its guided ε̂."""
+    base = recipe("sd", words)
+    pipe = generator_pipe(base, words, "sd")
+    teacher = teachers.SdTeacher(pipe)
+    batch = a_batch("sd", words)
+    alpha = pipe.scheduler.alphas_cumprod[500]
+    ratio = float(((1 - alpha) / alpha).sqrt())
+    sigma = torch.full((2,), ratio / (1 + ratio))
+    t, found = teacher.levels(sigma)
+    assert t.tolist() == pytest.approx([500, 500], abs=1e-2) and found[0].item() == pytest.approx(
+        float(alpha), rel=1e-4
+    )
+    noisy = (1 - sigma).view(-1, 1, 1, 1) * batch.z + sigma.view(-1, 1, 1, 1) * batch.eps
+    z = alpha.sqrt() * batch.z + (1 - alpha).sqrt() * batch.eps
+    with torch.no_grad():
+        states = [base.text(ids).last_hidden_state for ids in (tokenise(words[0], ["", ""]), batch.ids)]
+        unsaid, said = (base.unet(z, torch.tensor([500, 500]), encoder_hidden_states=s).sample for s in states)
+        eps = unsaid + 3 * (said - unsaid)
+        want = eps - (z - (1 - alpha).sqrt() * eps) / alpha.sqrt()
+    torch.testing.assert_close(teacher.velocity(batch, noisy, sigma, torch.full((2,), 3.0)), want, atol=1e-3, rtol=1e-3)
+    t, found = teacher.levels(torch.tensor([0.001, 1.0]))
+    assert t.tolist() == [0, 999] and found[1].item() == pytest.approx(
+        float(pipe.scheduler.alphas_cumprod[-1]), rel=1e-3
+    )
+
+
+def test_an_sd3_starts_from_another_with_other_latents(words):
+    """Words and layers come along, frozen words; the patches, of another size, are its own."""
+    base = recipe("sd3", words)
+    model = recipes.build(small("sd3", patch=1), len(words[0]), len(words[1]), 16, 8, 5)
+    fresh = model.transformer.pos_embed.proj.weight.clone()
+    model.adopt(generator_pipe(base, words, "sd3"))
+    assert torch.equal(model.transformer.pos_embed.proj.weight, fresh) and len(model.adopted) == 3
+    mine, other = (m.transformer.transformer_blocks[0].attn.to_q.weight for m in (model, base))
+    assert torch.equal(mine, other) and torch.equal(model.text3.shared.weight, base.text3.shared.weight)
+    batch = a_batch("sd3", words, z=torch.ones(2, 16, 8, 8), eps=torch.zeros(2, 16, 8, 8), mask=None, masked=None)
+    assert model(batch)["loss"].isfinite()
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
@@ -296,21 +336,30 @@ def test_a_broken_cache_is_named(tmp_path):
         encode_scenes(net, train_tokenizer(world_captions(0, 50), merges=50), 5, 6, 2, tmp_path / "z.pt")
 
 
-def test_normalised_latents_change_no_picture():
-    """Folding (z − m)/s into the 1×1 convolutions: same reconstructions, standard latents, posterior scaled along."""
+def test_balanced_latents_change_no_picture():
+    """Same reconstructions; latents uncorrelated in what they do to the picture, largest first, mean variance one."""
     net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 3).eval()
     images = vae.scenes(vae.TRAIN_SEEDS, 32)
     with torch.no_grad():
-        before = net.encode(images).latent_dist
-        picture = net.decode(before.mode()).sample
-        mean, std = before.mode().mean((0, 2, 3)), before.mode().std((0, 2, 3))
-        vae.normalise_latents(net, mean, std)
-        after = net.encode(images).latent_dist
-        torch.testing.assert_close(net.decode(after.mode()).sample, picture, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(after.mode().mean((0, 2, 3)), torch.zeros(4), atol=1e-4, rtol=0)
-    torch.testing.assert_close(after.mode().std((0, 2, 3)), torch.ones(4), atol=1e-4, rtol=0)
-    torch.testing.assert_close(after.std, before.std / std.view(1, -1, 1, 1), atol=1e-4, rtol=1e-3)
-    assert net.config.scaling_factor == 1.0
+        picture = net.decode(net.encode(images).latent_dist.mode()).sample
+        vae.balance_latents(net, *vae.latent_statistics(net, 32))
+        after = net.encode(images).latent_dist.mode()
+        torch.testing.assert_close(net.decode(after).sample, picture, atol=1e-3, rtol=1e-3)
+    spread = after.std((0, 2, 3))
+    assert (spread[:-1] >= spread[1:] - 1e-3).all() and float((spread**2).mean()) == pytest.approx(1.0, rel=0.05)
+    assert after.mean((0, 2, 3)).abs().max() < 0.05 and net.config.scaling_factor == 1.0
+    flat = after.permute(1, 0, 2, 3).reshape(4, -1)
+    assert (torch.corrcoef(flat) - torch.eye(4)).abs().max() < 0.05
+
+
+def test_a_deeper_autoencoder_starts_with_the_levels_of_a_shallower_one():
+    old, new = (vae.build(vae.VaeConfig(channels=c), seed) for c, seed in (((8, 8, 16), 1), ((8, 8, 16, 16), 2)))
+    vae.take_over(new, old)
+    assert torch.equal(new.encoder.conv_in.weight, old.encoder.conv_in.weight)
+    finest = new.decoder.up_blocks[3].resnets[0].conv1.weight
+    assert torch.equal(finest, old.decoder.up_blocks[2].resnets[0].conv1.weight)
+    with pytest.raises(BadCheckpoint, match="another shape"):
+        vae.take_over(vae.build(vae.VaeConfig(channels=(8, 16, 16)), 0), old)
 
 
 def test_salience_weighs_what_stands_out():

@@ -163,7 +163,7 @@ def stacked(
         small = torch.rand(len(z), generator=g) < 0.5 if tiny is not None else torch.zeros(len(z), dtype=torch.bool)
         images = vae_decode(pipe.vae, z, torch.device("cpu"))
         if small.any():
-            images[small] = ViewDecoder(tiny, pipe.vae, 4, torch.device("cpu")).full(z[small])
+            images[small] = ViewDecoder(tiny, pipe.vae, pipe.vae_scale_factor, torch.device("cpu")).full(z[small])
         used = before if KINDS[kind].endswith("x0") else after
         parts.append(
             Views(
@@ -239,7 +239,7 @@ def trajectory(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int], jud
     original = scheduler.step
     steps = int(call["num_inference_steps"])
     levels = schedule.Levels(scheduler, steps)
-    size = int(pipe.vae.config.sample_size // 4)
+    size = int(pipe.vae.config.sample_size // pipe.vae_scale_factor)
 
     def step(output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         levels.locate(timestep)

@@ -20,17 +20,20 @@ from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer, Text
 from guardpaint.checkpoint import read_json
-from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.data.views import KINDS, Views, joined, load_views, scene_truth
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.world.captions import caption
 from guardpaint.world.masks import brush
 from guardpaint.world.render import render
-from guardpaint.world.scene import safe_version, sample_scene
+from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 
 VALIDATION = 1500
+FRESH_SEEDS = 55_000_000
+"""Scenes rendered while training; no view is of them."""
 FULL_STRENGTH = 0.12
 """An unsafe area of this share of the picture, or more, has strength 1."""
 
@@ -50,6 +53,10 @@ class AuditorRecipe:
     """Share of unsafe rows shown repaired, with their unsafe prompt: matched, and safe."""
     fine: float = 0.1
     """Share of batches at the larger size."""
+    fresh: float = 0.0
+    """Share of every batch that is rendered anew: finished scenes nobody has seen, half unsafe, many hard negatives."""
+    late: float = 0.0
+    """Above 0, views late in a trajectory come up more often: weight 0.1 + progress^late."""
 
     def config(self) -> AuditorConfig:
         shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in self.shape.items()}
@@ -96,6 +103,14 @@ def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
     return (masks.mean((1, 2)) / FULL_STRENGTH).clamp(max=1).sqrt()
 
 
+def unseen_scenes(first: int, count: int) -> list[Scene]:
+    """Scenes by seed: every second one unsafe, every fourth a hard negative, every fourth as they come."""
+    kinds = ("nudity", None, "splash", "hard", "nudity", None, "blade", "hard")
+    wanted = [kinds[(first + i) % len(kinds)] for i in range(count)]
+    hard = [HARD_NEGATIVES[(first + i) // 4 % len(HARD_NEGATIVES)] for i in range(count)]
+    return [sample_scene(first + i, h if k == "hard" else k) for i, (k, h) in enumerate(zip(wanted, hard, strict=True))]
+
+
 class Sampler:
     """Batches by index: classes balanced, some views repaired, some with artefacts."""
 
@@ -105,22 +120,29 @@ class Sampler:
         empty = [auditor.categories[c] for c, rows in enumerate(self.by_class) if not len(rows)]
         if empty:
             raise BadInput(f"views hold nothing of {', '.join(empty)}; make more of them")
+        late = 0.1 + views.progress.clamp(0, 1) ** recipe.late if recipe.late else torch.ones(len(views))
+        self.weights = [late[rows] for rows in self.by_class]
 
     def batch(self, index: int) -> AuditBatch:
         """By (seed, index) alone."""
         g = torch.Generator().manual_seed(self.config.seed * 1_000_003 + index)
         n = self.config.batch_size
-        shares = [n // 2] + [n // 2 // (len(self.by_class) - 1)] * (len(self.by_class) - 1)
-        shares[0] += n - sum(shares)
-        rows = torch.cat(
-            [r[torch.randint(len(r), (k,), generator=g)] for r, k in zip(self.by_class, shares, strict=True)]
-        )
-        rows = rows[torch.randperm(n, generator=g)]
+        new = round(n * self.recipe.fresh)
+        rows = self.pick(n - new, g)
         images = self.views.images[rows].float() / 255
         masks, category = self.views.masks[rows].float(), self.views.category[rows].clone()
         noise = self.views.noise[rows].clone().float()
-        prompts = [self.views.prompt(int(r)) for r in rows]
-        self.repair(images, masks, category, noise, rows, g)
+        scenes = [sample_scene(int(self.views.seeds[r])) for r in rows]
+        if new:
+            unseen = unseen_scenes(FRESH_SEEDS + index * new, new)
+            truth = scene_truth(unseen)
+            images, masks = torch.cat([images, truth[0]]), torch.cat([masks, truth[1].float()])
+            category, noise = torch.cat([category, truth[2]]), torch.cat([noise, torch.zeros(new)])
+            order = torch.randperm(n, generator=g)
+            images, masks, category, noise = images[order], masks[order], category[order], noise[order]
+            scenes = [(scenes + unseen)[i] for i in order.tolist()]
+        prompts = [caption(s, 0).text for s in scenes]
+        self.repair(images, masks, category, noise, scenes, g)
         images, quality, judged = composites(images, self.recipe.composites, g)
         images = disturbed(images, g)
         images, masks = flipped(images, masks, g)
@@ -128,11 +150,24 @@ class Sampler:
         targets = Targets(category, strength_of(masks), quality, masks, judged)
         return AuditBatch(resize(images, (size, size)), self.auditor.token_ids(prompts), noise, targets)
 
-    def repair(self, images: Tensor, masks: Tensor, category: Tensor, noise: Tensor, rows: Tensor, g: Any) -> None:
+    def pick(self, n: int, g: torch.Generator) -> Int[Tensor, " n"]:
+        """Rows of the views: half safe, the harms sharing the rest, in random order."""
+        shares = [n // 2] + [n // 2 // (len(self.by_class) - 1)] * (len(self.by_class) - 1)
+        shares[0] += n - sum(shares)
+        picked = [
+            rows[torch.multinomial(w, k, replacement=True, generator=g)]
+            for rows, w, k in zip(self.by_class, self.weights, shares, strict=True)
+            if k
+        ]
+        return torch.cat(picked)[torch.randperm(n, generator=g)]
+
+    def repair(
+        self, images: Tensor, masks: Tensor, category: Tensor, noise: Tensor, scenes: Sequence[Scene], g: Any
+    ) -> None:
         """Show some unsafe scenes in their safe form, in place; the prompt stays."""
-        chosen = (category != 0) & (torch.rand(len(rows), generator=g) < self.recipe.repaired)
+        chosen = (category != 0) & (torch.rand(len(scenes), generator=g) < self.recipe.repaired)
         for i in torch.nonzero(chosen)[:, 0].tolist():
-            scene = safe_version(sample_scene(int(self.views.seeds[rows[i]])))
+            scene = safe_version(scenes[i])
             images[i] = torch.from_numpy(render(scene).image).permute(2, 0, 1).float() / 255
             masks[i], category[i], noise[i] = 0.0, 0, 0.0
 

@@ -22,8 +22,8 @@ from guardpaint.draft.conditioning import guided
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card, write_tensors
-from guardpaint.train.flow_recipes import Text, sd3_velocity
 from guardpaint.train.generator import load_pipeline, sample_sheet
+from guardpaint.train.teachers import Text, sd3_velocity
 from guardpaint.train.vae import TRAIN_SEEDS
 from guardpaint.world.captions import caption
 from guardpaint.world.scene import sample_scene

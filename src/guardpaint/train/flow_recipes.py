@@ -1,21 +1,17 @@
-"""Flow-matching bases: mini-sd3 from scenes, mini-flux from scenes or taught by a finished mini-sd3."""
+"""Flow-matching bases: mini-sd3 from scenes, mini-flux from scenes or taught by a finished mini-sd or mini-sd3."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from guardpaint.draft import flux
-from guardpaint.draft.conditioning import guided
 from guardpaint.errors import BadConfig
-from guardpaint.train.latents import tokenise
-from guardpaint.train.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, quiet, t5_ids, t5_text
-
-Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]
-"""Prompt states and pooled text."""
+from guardpaint.train.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, quiet, t5_ids, t5_text, take
+from guardpaint.train.teachers import Sd3Teacher, SdTeacher, Teacher, Text, sd3_texts, sd3_velocity
 
 
 def logit_normal(level: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
@@ -29,20 +25,6 @@ def interpolated(batch: Batch, shift: float) -> tuple[Float[Tensor, " b"], Float
     sigma = shift * sigma / (1 + (shift - 1) * sigma)
     wide = sigma.view(-1, 1, 1, 1)
     return sigma, (1 - wide) * batch.z + wide * batch.eps
-
-
-def sd3_texts(encoders: tuple[Any, Any, Any], ids: Int[Tensor, "b l"], other_ids: Int[Tensor, "b m"]) -> Text:
-    """CLIP states side by side, then T5's; pooled CLIP texts."""
-    first, second = (e(ids, output_hidden_states=True) for e in encoders[:2])
-    states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-    states = torch.cat([states, encoders[2](other_ids)[0]], 1)
-    return states, torch.cat([first.text_embeds, second.text_embeds], -1)
-
-
-def sd3_velocity(
-    net: Any, z: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], text: Text
-) -> Float[Tensor, "b c h w"]:
-    return net(z, encoder_hidden_states=text[0], pooled_projections=text[1], timestep=sigma * 1000).sample
 
 
 def flux_velocity(
@@ -69,6 +51,10 @@ def flux_velocity(
     return family.unpack(out, (h, w))
 
 
+def sd3_encoders(pipe: Any) -> tuple[Any, Any, Any]:
+    return pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3
+
+
 class Sd3(Recipe):
     """StableDiffusion3Pipeline: joint transformer, flow matching, two CLIP encoders and T5."""
 
@@ -83,21 +69,21 @@ class Sd3(Recipe):
 
         self.transformer = SD3Transformer2DModel(
             sample_size=size,
-            patch_size=2,
+            patch_size=config.patch,
             in_channels=channels,
             out_channels=channels,
             num_layers=config.layers,
             attention_head_dim=config.head_dim,
             num_attention_heads=config.heads,
-            joint_attention_dim=2 * config.text_width,
+            joint_attention_dim=config.joint_width,
             caption_projection_dim=config.heads * config.head_dim,
             pooled_projection_dim=2 * config.text_width,
-            pos_embed_max_size=size // 2,
+            pos_embed_max_size=size // config.patch,
             qk_norm="rms_norm",
         )
         self.text = clip_text(config, vocab, projection=True)
         self.text2 = clip_text(config, vocab, projection=True)
-        self.text3 = t5_text(config, other_vocab, 2 * config.text_width)
+        self.text3 = t5_text(config, other_vocab)
         self.shift = config.sigma_shift
         self.settings = {**Sd3.settings, "max_sequence_length": config.other_tokens}
 
@@ -106,6 +92,17 @@ class Sd3(Recipe):
         text = sd3_texts((self.text, self.text2, self.text3), batch.ids, t5_ids(batch, "sd3"))
         out = sd3_velocity(self.transformer, noisy, sigma, text)
         return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
+
+    @torch.no_grad()
+    def adopt(self, pipe: Any) -> None:
+        """Another mini-sd3's words, and of its layers what fits: its latents and patches may be others."""
+        if type(pipe).__name__ != "StableDiffusion3Pipeline":
+            return super().adopt(pipe)
+        for mine, other in zip((self.text, self.text2, self.text3), sd3_encoders(pipe), strict=True):
+            mine.load_state_dict(other.state_dict())
+        take(self.transformer, pipe.transformer)
+        self.adopted = (self.text, self.text2, self.text3)
+        return None
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
         from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -128,8 +125,8 @@ class Sd3(Recipe):
 class Flux(Recipe):
     """FluxPipeline: packed latents, pooled CLIP and T5 states, guidance as an input.
 
-    From scenes alone it learns guidance 1. Taught by a finished mini-sd3 it learns what that one says under
-    classifier-free guidance, at any strength up to `most_guidance`, in one call.
+    From scenes alone it learns guidance 1. Taught by a finished model in the same latent space it learns what that
+    one says under classifier-free guidance, at any strength up to `most_guidance`, in one call.
     """
 
     settings: dict[str, Any] = {  # noqa: RUF012
@@ -150,16 +147,16 @@ class Flux(Recipe):
             num_single_layers=config.single_layers,
             attention_head_dim=config.head_dim,
             num_attention_heads=config.heads,
-            joint_attention_dim=2 * config.text_width,
+            joint_attention_dim=config.joint_width,
             pooled_projection_dim=config.text_width,
             guidance_embeds=True,
             axes_dims_rope=tuple(config.rope),
         )
         self.text = clip_text(config, vocab, projection=False)
-        self.text2 = t5_text(config, other_vocab, 2 * config.text_width)
+        self.text2 = t5_text(config, other_vocab)
         self.settings = {**Flux.settings, "max_sequence_length": config.other_tokens}
         self.most_guidance, self.shift = config.most_guidance, config.sigma_shift
-        self.teacher: tuple[Any, tuple[Any, Any, Any], Tensor, Tensor] | None = None
+        self.teacher: Teacher | None = None
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         sigma, noisy = interpolated(batch, self.shift)
@@ -168,33 +165,23 @@ class Flux(Recipe):
             guidance, want = torch.ones_like(sigma), batch.eps - batch.z
         else:
             guidance = 1 + (self.most_guidance - 1) * batch.guidance
-            want = self.lesson(batch, noisy, sigma, guidance)
+            want = self.teacher.velocity(batch, noisy, sigma, guidance)
         return {"loss": ((flux_velocity(self.transformer, noisy, sigma, text, guidance) - want) ** 2).mean()}
 
-    @torch.no_grad()
-    def lesson(self, batch: Batch, noisy: Tensor, sigma: Tensor, guidance: Tensor) -> Float[Tensor, "b c h w"]:
-        """What the teacher says under classifier-free guidance."""
-        assert self.teacher is not None and batch.other_ids is not None
-        net, encoders, empty, other_empty = self.teacher
-        n = len(noisy)
-        ids = torch.cat([empty.expand(n, -1), batch.ids])
-        text = sd3_texts(encoders, ids, torch.cat([other_empty.expand(n, -1), batch.other_ids]))
-        both = sd3_velocity(net, noisy.repeat(2, 1, 1, 1), sigma.repeat(2), text)
-        return guided(both, guidance, both.dim())
-
     def learn_from(self, pipe: Any) -> None:
-        if type(pipe).__name__ != "StableDiffusion3Pipeline":
-            return super().learn_from(pipe)
-        encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-        for part in (pipe.transformer, *encoders):
-            part.requires_grad_(False).eval()
-        empty, other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_3, [""])
-        self.teacher = (pipe.transformer, encoders, empty, other_empty)
-        return None
+        """Follow a finished mini-sd3 or mini-sd; the latter's words become the pooled text."""
+        if type(pipe).__name__ == "StableDiffusion3Pipeline":
+            self.teacher = Sd3Teacher(pipe)
+        elif type(pipe).__name__ == "StableDiffusionPipeline":
+            self.teacher = SdTeacher(pipe)
+            self.text.load_state_dict(pipe.text_encoder.state_dict())
+            self.adopted = (*self.adopted, self.text)
+        else:
+            super().learn_from(pipe)
 
     @torch.no_grad()
     def adopt(self, pipe: Any) -> None:
-        """mini-sd3's words and joint layers.
+        """mini-sd3's T5 and joint layers, its CLIP and patches where they fit.
 
         The single-stream layers start without effect; positions (rotary here, added there) are still to be learned.
         """
@@ -203,28 +190,32 @@ class Flux(Recipe):
         ours, theirs = self.transformer, pipe.transformer
         if len(theirs.transformer_blocks) <= len(ours.transformer_blocks):
             raise BadConfig(f"layers={len(ours.transformer_blocks)}: must be fewer than the sd3 model's")
-        self.text.load_state_dict(pipe.text_encoder.text_model.state_dict())
         self.text2.load_state_dict(pipe.text_encoder_3.state_dict())
+        self.adopted = (*self.adopted, self.text2)
         for mine, other in zip(ours.transformer_blocks, theirs.transformer_blocks, strict=False):
-            mine.load_state_dict(other.state_dict())
+            take(mine, other)
         for name in ("context_embedder", "norm_out"):
-            getattr(ours, name).load_state_dict(getattr(theirs, name).state_dict())
+            take(getattr(ours, name), getattr(theirs, name))
         times, other_times = ours.time_text_embed, theirs.time_text_embed
         times.timestep_embedder.load_state_dict(other_times.timestep_embedder.state_dict())
-        pooled = dict(other_times.text_embedder.state_dict())
-        projection = pipe.text_encoder.text_projection.weight
-        pooled["linear_1.weight"] = pooled["linear_1.weight"][:, : len(projection)] @ projection
-        times.text_embedder.load_state_dict(pooled)
+        words = pipe.text_encoder.text_model.state_dict()
+        if {k: v.shape for k, v in words.items()} == {k: v.shape for k, v in self.text.state_dict().items()}:
+            self.text.load_state_dict(words)
+            self.adopted = (*self.adopted, self.text)
+            pooled = dict(other_times.text_embedder.state_dict())
+            projection = pipe.text_encoder.text_projection.weight
+            pooled["linear_1.weight"] = pooled["linear_1.weight"][:, : len(projection)] @ projection
+            times.text_embedder.load_state_dict(pooled)
         patch = theirs.pos_embed.proj
-        ours.x_embedder.weight.copy_(patch.weight.flatten(1))
-        ours.x_embedder.bias.copy_(patch.bias)
-        channels = patch.weight.shape[1]
-        for mine, other in zip(ours.proj_out.parameters(), theirs.proj_out.parameters(), strict=True):
-            mine.copy_(other.unflatten(0, (4, channels)).transpose(0, 1).flatten(0, 1))
+        if patch.weight.flatten(1).shape == ours.x_embedder.weight.shape:
+            ours.x_embedder.weight.copy_(patch.weight.flatten(1))
+            ours.x_embedder.bias.copy_(patch.bias)
+            channels = patch.weight.shape[1]
+            for mine, other in zip(ours.proj_out.parameters(), theirs.proj_out.parameters(), strict=True):
+                mine.copy_(other.unflatten(0, (4, channels)).transpose(0, 1).flatten(0, 1))
         for block in ours.single_transformer_blocks:
             nn.init.zeros_(block.proj_out.weight)
             nn.init.zeros_(block.proj_out.bias)
-        self.adopted = (self.text, self.text2)
         return None
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ class GeneratorConfig:
     """Transformer (flux): single-stream layers after the joint ones."""
     heads: int = 6
     head_dim: int = 32
+    patch: int = 2
+    """Transformer (sd3): latents per token and side."""
     rope: tuple[int, ...] = (8, 12, 12)
     """Transformer (flux): how the head's channels are shared among the three position axes."""
     text_width: int = 96
@@ -37,6 +40,10 @@ class GeneratorConfig:
     tokens: int = 48
     other_tokens: int = 40
     """Length of the T5 text, for families that have one."""
+    other_width: int = 0
+    """Width of the T5 states; 0: twice `text_width`."""
+    other_layers: int = 0
+    """T5 layers; 0: as many as `text_layers`."""
     merges: int = 1000
     scenes: int = 40_000
     captions: int = 4
@@ -48,6 +55,11 @@ class GeneratorConfig:
     """Guidance values that a taught flux learns lie in [1, this]."""
     long_text: float = 0.0
     """Share of steps with the T5 length which the family's pipeline takes by default."""
+
+    @property
+    def joint_width(self) -> int:
+        """Width of the text states that transformers attend to."""
+        return self.other_width or 2 * self.text_width
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -129,16 +141,17 @@ def clip_text(config: GeneratorConfig, vocab: int, *, projection: bool) -> Any:
     return CLIPTextModelWithProjection(shape) if projection else CLIPTextModel(shape)
 
 
-def t5_text(config: GeneratorConfig, vocab: int, width: int) -> Any:
+def t5_text(config: GeneratorConfig, vocab: int) -> Any:
     from transformers import T5Config, T5EncoderModel
 
+    width = config.joint_width
     return T5EncoderModel(
         T5Config(
             vocab_size=vocab,
             d_model=width,
             d_kv=width // 4,
             d_ff=2 * width,
-            num_layers=config.text_layers,
+            num_layers=config.other_layers or config.text_layers,
             num_heads=4,
             feed_forward_proj="gated-gelu",
             dropout_rate=0.0,
@@ -152,6 +165,17 @@ def t5_ids(batch: Batch, family: str) -> Int[Tensor, "b m"]:
         raise BadConfig(f"{family} needs its captions in both tokenizers")
     more = LONG_TEXT[family] - batch.other_ids.shape[1] if batch.long else 0
     return nn.functional.pad(batch.other_ids, (0, more), value=0)
+
+
+@torch.no_grad()
+def take(mine: nn.Module, theirs: nn.Module) -> int:
+    """Copy what has the same name and shape; returns how many tensors that were."""
+    own, taken = mine.state_dict(), 0
+    for name, value in theirs.state_dict().items():
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
+            taken += 1
+    return taken
 
 
 def quiet(pipe: Any) -> Any:

@@ -112,10 +112,10 @@ def train(
     quiet: bool = False,
     warm: Path | None = None,
 ) -> Any:
-    """Train from scratch, or from the weights of an earlier autoencoder of the same shape."""
+    """Train from scratch, or from the weights of an earlier autoencoder: of the same shape, or with fewer levels."""
     model = build(shape, config.seed)
     if warm is not None:
-        model.load_state_dict(load_autoencoder(warm).state_dict())
+        take_over(model, load_autoencoder(warm))
     held_out, first = scenes(TEST_SEEDS, 64), TRAIN_SEEDS + (0 if warm is None else UNSEEN)
 
     def batches(step: int) -> Tensor:
@@ -139,22 +139,68 @@ def train(
 
 
 @torch.no_grad()
-def latent_statistics(model: Any, count: int = 512) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
-    """Mean and deviation of every latent channel over training scenes."""
-    z = torch.cat([model.encode(scenes(TRAIN_SEEDS + i * 32, 32)).latent_dist.mode() for i in range(count // 32)])
-    return z.mean((0, 2, 3)), z.std((0, 2, 3))
+def take_over(model: Any, old: Any) -> None:
+    """Weights of an autoencoder with as many levels or fewer; new, coarser levels go in beside its coarsest one."""
+    more = len(model.config.block_out_channels) - len(old.config.block_out_channels)
+    own = model.state_dict()
+    for name, value in old.state_dict().items():
+        if name.startswith("decoder.up_blocks."):
+            _, _, level, rest = name.split(".", 3)
+            name = f"decoder.up_blocks.{int(level) + more}.{rest}"
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
+        elif not more:
+            raise BadCheckpoint(f"the autoencoder to start from has another shape: {name} is {tuple(value.shape)}")
 
 
 @torch.no_grad()
-def normalise_latents(model: Any, mean: Float[Tensor, " c"], std: Float[Tensor, " c"]) -> None:
-    """Fold (z − mean)/std into the 1×1 convolutions around the latent: pictures stay, channels become comparable."""
+def latent_statistics(
+    model: Any, count: int = 512
+) -> tuple[Float[Tensor, " c"], Float[Tensor, "c c"], Float[Tensor, "c c"]]:
+    """Over training scenes: mean and covariance of the latents, and what a change of each does to the picture."""
+    images = [scenes(TRAIN_SEEDS + i * 32, 32) for i in range(count // 32)]
+    z = torch.cat([model.encode(x).latent_dist.mode() for x in images])
+    c = z.shape[1]
+    flat = z.permute(1, 0, 2, 3).reshape(c, -1)
+    few = z[:64]
+    g, plain = torch.Generator().manual_seed(0), model.decode(few).sample
+    sign = 2.0 * torch.randint(2, few[:, :1].shape, generator=g) - 1
+    unit = flat.std(1)
+    step = [0.05 * unit[k] * sign * torch.eye(c)[k].view(1, c, 1, 1) for k in range(c)]
+    moved = torch.stack(
+        [((model.decode(few + s).sample - plain) / (0.05 * unit[k])).flatten() for k, s in enumerate(step)]
+    )
+    return flat.mean(1), torch.cov(flat), moved @ moved.T / sign.numel()
+
+
+@torch.no_grad()
+def balance_latents(
+    model: Any,
+    mean: Float[Tensor, " c"],
+    spread: Float[Tensor, "c c"],
+    effect: Float[Tensor, "c c"],
+    floor: float = 1e-3,
+) -> None:
+    """Fold a linear change of latents into the 1×1 convolutions around them: pictures stay the same.
+
+    Components are ordered by what they contribute to the picture; the square root of that is their variance, and the
+    mean variance is one. What hardly matters comes out small, so that no denoiser spends itself on it.
+    """
+    value, vectors = torch.linalg.eigh(effect.double())
+    root = vectors @ torch.diag(value.clamp_min(floor * float(value.max())).sqrt()) @ vectors.T
+    share, axes = torch.linalg.eigh(root @ spread.double() @ root.T)
+    share, axes = share.flip(0).clamp_min(floor**2 * float(share.max())), axes.flip(1)
+    scale = share**-0.25 / share.sqrt().mean().sqrt()
+    change = torch.diag(scale) @ axes.T @ root
+    undo = torch.linalg.inv(change)
     c = len(mean)
     into, back = model.quant_conv, model.post_quant_conv
-    into.weight[:c] /= std.view(-1, 1, 1, 1)
-    into.bias[:c] = (into.bias[:c] - mean) / std
-    into.bias[c:] -= 2 * std.log()
-    back.bias += (back.weight[:, :, 0, 0] * mean).sum(1)
-    back.weight *= std.view(1, -1, 1, 1)
+    weight, bias = into.weight[:c, :, 0, 0].double(), into.bias[:c].double()
+    into.weight[:c, :, 0, 0] = (change @ weight).float()
+    into.bias[:c] = (change @ (bias - mean.double())).float()
+    outward = back.weight[:, :, 0, 0].double()
+    back.bias += (outward @ mean.double()).float()
+    back.weight[:, :, 0, 0] = (outward @ undo).float()
     model.register_to_config(scaling_factor=1.0, shift_factor=0.0)
 
 
@@ -176,7 +222,7 @@ def run(config_file: Path, out: Path, minutes: float | None, warm: Path | None =
     done = finished(out, train_config)
     if done is None:
         return
-    normalise_latents(model, *latent_statistics(model))
+    balance_latents(model, *latent_statistics(model))
     values = torch.cat([psnr(model, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
     half = 1.96 * float(values.std()) / len(values) ** 0.5
     mean = float(values.mean())
