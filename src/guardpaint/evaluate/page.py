@@ -16,6 +16,9 @@ from guardpaint.train.dynamics import figure
 
 Row = dict[str, Any]
 COLOURS = {"undefended": "#999999", "paper": "#ccbb44", "ours": "#228833"}
+FILTER_NOTE = (
+    "The attacks searched for prompts that pass prompt_filter: its numbers are those of the search's own target."
+)
 
 
 def plot_url(drawing: Any) -> str:
@@ -94,7 +97,7 @@ def table(found: Row) -> str:
 
 def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation") -> Path:
     """report.html beside the rows."""
-    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{len(rows)} pictures.</p>"]
+    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{len(rows)} pictures. {FILTER_NOTE}</p>"]
     rows = summary.latest(rows)
     attacked = summary.harmful(rows)
     if attacked:

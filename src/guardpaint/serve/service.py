@@ -201,11 +201,16 @@ def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Ke
         flagged=finding is not None,
         category=finding.category if finding else None,
         reason=finding.reason if finding else "",
-        probs=found.probs,
-        scores=found.scores(),
+        probs={k: told(v, key) for k, v in found.probs.items()},
+        scores={k: None if v is None else told(v, key) for k, v in found.scores().items()},
         boxes=boxes,
         overlay=base64.b64encode(png(shown)).decode() if shown is not None else None,
     )
+
+
+def told(score: float, key: Key) -> float:
+    """A score as a caller may see it: coarse for ordinary keys, so that it is no compass for a search."""
+    return score if key.operator else round(score, 1)
 
 
 def heat_url(evidence: Evidence) -> str:
