@@ -624,3 +624,14 @@ def test_sdxl_controlnet():
     guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
     out = call(guard.attach(target), image=hint)
     assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
+
+
+def test_reports_so_far_are_there_inside_a_call_and_gone_after_it(sd_pipe):
+    guard, seen = bright_guard(), []
+
+    def look(pipe, step, timestep, tensors):
+        seen.append([len(r.steps) for r in guard.so_far()])
+        return tensors
+
+    call(guard.attach(sd_pipe), callback_on_step_end=look)
+    assert seen[0] == [0] and seen[-1][0] >= 1 and guard.so_far() == []

@@ -97,8 +97,12 @@ def guarded_call(
     )
     if vars(run).get("safety_checker") is not None:
         request.posture_notes.append("the pipeline's own safety_checker runs before the final verdict")
-    with tapped(run, request.family, request):
-        out = original(run, *args, **kwargs)
+    guard.running(request)
+    try:
+        with tapped(run, request.family, request):
+            out = original(run, *args, **kwargs)
+    finally:
+        guard.running(None)
     return guard.release(request, out, str(arguments.get("output_type", "pil")))
 
 
@@ -223,3 +227,4 @@ class ThreadReports(threading.local):
 
     latest: list[GuardReport] | None = None
     watched: Request | None = None
+    running: Request | None = None

@@ -216,6 +216,15 @@ class GuardPaint:
                 raise BadInput(f"no request {request_id!r} among the latest {REMEMBERED}")
             return self._reports[request_id]
 
+    def running(self, request: Request | None) -> None:
+        """The call this thread is in the middle of."""
+        self._thread.running = request
+
+    def so_far(self) -> list[GuardReport]:
+        """Unfinished reports of the call this thread is in the middle of, for step callbacks; empty outside of one."""
+        request = self._thread.running
+        return [] if request is None else request.reports_so_far()
+
     # Audits of given images --------------------------------------------------------------------------------
 
     def audit_image(self, image: Float[Tensor, "3 h w"], prompt: str | None = None) -> Audit:

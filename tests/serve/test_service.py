@@ -211,6 +211,17 @@ def test_partial_pictures_are_blurred_for_ordinary_callers(client):
         assert found[-1]["type"] == "image_generation.completed" and found[-1]["safety"]["status"] == "clean"
 
 
+def test_audits_are_streamed_as_they_happen(client):
+    """Two steps, the last one audited: its score comes before its picture; no stream, no events."""
+    found = events(ask(client(FlagsBright(gain=0.1)), stream=True))
+    kinds = [e["type"].rsplit(".", 1)[-1] for e in found]
+    assert kinds.count("audit") == 1 and kinds.index("audit") < kinds.index("completed")
+    audit = found[kinds.index("audit")]
+    assert audit["progress"] == 1.0 and not audit["triggered"]
+    score = audit["audits"][0]["scores"]["adv_prob"]
+    assert 0 <= score <= 1 and score == round(score, 1)
+
+
 def test_a_blocked_stream_ends_in_an_error_without_a_picture(client):
     found = events(ask(client(guard=blocking()), stream=True))
     assert found[-1]["type"] == "error" and found[-1]["error"]["code"] == "content_policy_violation"

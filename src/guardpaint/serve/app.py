@@ -22,9 +22,9 @@ from guardpaint import __version__
 from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
 from guardpaint.images import load_bytes
 from guardpaint.policy import Policy
-from guardpaint.report import GuardReport
+from guardpaint.report import GuardReport, StepRecord
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
-from guardpaint.serve.service import Service, audited, ending, heat_url, mapped, png, refused
+from guardpaint.serve.service import Service, audited, ending, heat_url, mapped, png, refused, told
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Cancelled, Done, Job
 
@@ -121,7 +121,7 @@ def create_app(service: Service) -> FastAPI:
         return response
 
     @app.exception_handler(HTTPException)
-    async def told(request: Request, error: HTTPException) -> Response:
+    async def answered(request: Request, error: HTTPException) -> Response:
         detail = error.detail if isinstance(error.detail, dict) else problem(str(error.detail), "invalid_request_error",
                                                                              "not_found")["error"]  # fmt: skip
         return JSONResponse({"error": detail}, error.status_code, error.headers)
@@ -192,9 +192,18 @@ def create_app(service: Service) -> FastAPI:
 
             return send
 
+        def audits(index: int) -> Callable[[StepRecord], None]:
+            def send(record: StepRecord) -> None:
+                data = {"type": "image_generation.audit", "index": index, "step": record.step}
+                scores = [{"scores": {"adv_prob": told(a.scores["adv_prob"] or 0.0, key)}} for a in record.audits]
+                data |= {"progress": record.progress, "audits": scores, "triggered": record.triggered}
+                loop.call_soon_threadsafe(events.put_nowait, data)
+
+            return send
+
         if body.partial_images != 0:
             for i, job in enumerate(jobs):
-                job.on_step, job.clear = preview(i), clear
+                job.on_step, job.on_audit, job.clear = preview(i), audits(i), clear
         try:
             service.submit(jobs, key)
         except HTTPException as error:

@@ -20,7 +20,7 @@ from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, GuardPaintError
 from guardpaint.policy import Policy
 from guardpaint.release import blurred_thumbnail, to_pil
-from guardpaint.report import GuardReport
+from guardpaint.report import GuardReport, StepRecord
 from guardpaint.serve.settings import Settings
 from guardpaint.system import GuardPaint
 
@@ -65,6 +65,9 @@ class Job:
     on_step: Callable[[int, int, Image.Image, bool], None] | None = None
     """(step, steps, preview, blurred): blurred unless the caller is an operator and evidence is retained."""
     clear: bool = False
+    on_audit: Callable[[StepRecord], None] | None = None
+    """Every audited step, as soon as it is over."""
+    audits_told: int = 0
     future: Future[Done] = field(default_factory=Future)
     gone: threading.Event = field(default_factory=threading.Event)
     queued: float = field(default_factory=time.monotonic)
@@ -77,6 +80,15 @@ def settle(job: Job, done: Done | None = None, error: BaseException | None = Non
             job.future.set_exception(error)
         elif done is not None:
             job.future.set_result(done)
+
+
+def tell(job: Job, report: GuardReport) -> None:
+    """Audits the caller has not heard of yet."""
+    if job.on_audit is not None:
+        with contextlib.suppress(RuntimeError):  # nobody listens any more: the caller's event loop is closed
+            for record in report.steps[job.audits_told :]:
+                job.on_audit(record)
+        job.audits_told = len(report.steps)
 
 
 class Worker:
@@ -186,6 +198,7 @@ class Worker:
             self.busy = 0
             self.batches += 1
         for job, image, report in zip(batch, images, reports, strict=True):
+            tell(job, report)
             settle(job, Done(image if report.status in self.shown else None, report))
         if self.on_batch is not None:
             try:
@@ -201,14 +214,14 @@ class Worker:
         out = twin(
             [j.prompt for j in batch],
             generator=[torch.Generator().manual_seed(j.seed) for j in batch],
-            callback_on_step_end=self.watch(batch, ask),
+            callback_on_step_end=self.watch(guard, batch, ask),
             callback_on_step_end_tensor_inputs=["latents"],
             **call,
         )
         return list(out.images), list(out.safety)
 
-    def watch(self, batch: list[Job], ask: Ask) -> Callable[..., dict[str, Any]]:
-        """Ends the batch when nobody waits; sends previews to those who asked, blurred beyond recognition."""
+    def watch(self, guard: GuardPaint, batch: list[Job], ask: Ask) -> Callable[..., dict[str, Any]]:
+        """Ends the batch when nobody waits; sends audits and blurred previews to those who asked."""
         family = family_of(self.pipe)
         factor = self.pipe.vae_scale_factor
         shape = (ask.size[0] // factor, ask.size[1] // factor)
@@ -216,6 +229,9 @@ class Worker:
         def step(pipe: Any, index: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
             if all(job.gone.is_set() for job in batch):
                 raise Cancelled
+            if any(job.on_audit is not None for job in batch):
+                for job, report in zip(batch, guard.so_far(), strict=False):
+                    tell(job, report)
             wanted = [i for i, job in enumerate(batch) if job.on_step is not None and not job.gone.is_set()]
             if wanted:
                 z = family.unpack(kwargs["latents"].detach(), shape)[wanted].float()
