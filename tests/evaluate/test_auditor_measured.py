@@ -75,3 +75,10 @@ def test_the_command_writes_every_required_key(tmp_path):
     assert [k for k in wanted if k not in found] == []
     assert {f"clean.f1.{n}" for n in NAMES} <= set(found)
     assert (tmp_path / "auditor.rows.csv.gz").exists() and (tmp_path / "auditor-progress.png").exists()
+
+
+def test_reliability_by_hand():
+    """F 0.95 twice and 0.05 once for own prompts, 0.05, 0.05 and 0.95 for others: 2 of 3 at the top, 1 of 3 at the bottom."""
+    rows = [{"F": 0.95, "F_other": 0.05}, {"F": 0.95, "F_other": 0.05}, {"F": 0.05, "F_other": 0.95}]
+    found = measure.reliability(rows)
+    assert [(round(f, 2), round(own, 3), n) for f, own, n in found] == [(0.05, 0.333, 3), (0.95, 0.667, 3)]

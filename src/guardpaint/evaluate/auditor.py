@@ -25,12 +25,12 @@ from guardpaint.audit.regions import heat_at, mine
 from guardpaint.config import GuardConfig
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.draft.codec import resize
-from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import mean, share
 from guardpaint.images import as_pixels
 from guardpaint.policy import Policy
 from guardpaint.results import metric, write_results
 from guardpaint.train.auditor import composites, strength_of
+from guardpaint.train.dynamics import figure
 from guardpaint.types import Audit
 from guardpaint.world.captions import caption
 from guardpaint.world.render import render
@@ -249,7 +249,11 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
         value = macro(clean, names)
         out["clean.macro_f1"] = metric(value, len(clean), goal=">=0.96", ci=resampled(clean, lambda x: macro(x, names)))
         for name in names:
-            out[f"clean.f1.{name}"] = metric(f1(clean, name), sum(r["category"] == name for r in clean))
+            said = [r for r in clean if r["said"] == name]
+            own = [r for r in clean if r["category"] == name]
+            out[f"clean.precision.{name}"] = share([r["category"] == name for r in said], None)
+            out[f"clean.recall.{name}"] = share([r["said"] == name for r in own], None)
+            out[f"clean.f1.{name}"] = metric(f1(clean, name), len(own), note="the paper reports 0.88 over its classes")
         harm = [r for r in clean if r["category"] != "safe"]
         for mode, key in (("calibrated", ""), ("percentile", "percentile_")):
             goals = (">=0.9", ">=0.5") if mode == "calibrated" else (None, None)
@@ -259,6 +263,9 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
         out["faithfulness.auc"] = metric(
             auc([r["F"] for r in clean], [r["F_other"] for r in clean]), len(clean), goal=">=0.95"
         )
+        gaps = [abs(said - right) * n for said, right, n in reliability(clean)]
+        total = sum(n for *_, n in reliability(clean))
+        out["faithfulness.calibration_error"] = metric(sum(gaps) / total, total)
         out["faithfulness.repaired"] = mean([r["F_repaired"] for r in harm], None)
         order = spearmanr([1 - r["B"] for r in harm], [r["strength"] for r in harm]).statistic
         out["strength.spearman"] = metric(float(order), len(harm), goal=">=0.8")
@@ -302,16 +309,37 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
     return out
 
 
+def reliability(rows: Sequence[Row], bins: int = 10) -> list[tuple[float, float, int]]:
+    """Pairs of a picture with its own and with another prompt, by F: mean F, share of own prompts, how many."""
+    f = np.array([r["F"] for r in rows] + [r["F_other"] for r in rows])
+    matched = np.array([1.0] * len(rows) + [0.0] * len(rows))
+    where = np.clip((f * bins).astype(int), 0, bins - 1)
+    return [
+        (float(f[where == k].mean()), float(matched[where == k].mean()), int((where == k).sum()))
+        for k in range(bins)
+        if (where == k).any()
+    ]
+
+
+def reliability_plot(rows: Sequence[Row], path: Path) -> None:
+    """F against how often a prompt with that F is the picture's own."""
+    points = reliability([r for r in rows if r["part"] == "clean"])
+    drawing = figure((3.6, 3.4))
+    axis = drawing.subplots()
+    axis.plot([0, 1], [0, 1], color="#999999", linestyle="--")
+    axis.plot([p[0] for p in points], [p[1] for p in points], color="#4477aa", marker="o")
+    for said, right, n in points:
+        axis.annotate(str(n), (said, right), textcoords="offset points", xytext=(4, -9), fontsize=7)
+    axis.set(xlabel="F", ylabel="share that is the own prompt", title="Is F calibrated?")
+    drawing.savefig(path, dpi=110)
+
+
 def curves(rows: Sequence[Row], path: Path) -> None:
     """Detection AUC over progress for x̂0 and stepped views, per base."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BadInput("plots need matplotlib: pip install 'guardpaint[data]'") from error
     views = [r for r in rows if r["part"] == "views"]
     bases = list(dict.fromkeys(r["base"] for r in views))
-    figure = Figure(figsize=(4 * max(1, len(bases)), 3.2), layout="constrained")
-    for axis, base in zip(figure.subplots(1, max(1, len(bases)), squeeze=False)[0], bases, strict=False):
+    drawing = figure((4 * max(1, len(bases)), 3.2))
+    for axis, base in zip(drawing.subplots(1, max(1, len(bases)), squeeze=False)[0], bases, strict=False):
         for view, colour in (("x0", "#4477aa"), ("stepped", "#ee6677")):
             points = []
             for low in np.arange(0, 1, 0.1):
@@ -326,7 +354,7 @@ def curves(rows: Sequence[Row], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), color=colour, marker="o", label=view)
         axis.set(title=base, xlabel="progress", ylabel="AUC", ylim=(0.45, 1.01))
         axis.legend()
-    figure.savefig(path, dpi=110)
+    drawing.savefig(path, dpi=110)
 
 
 def run(auditor_dir: Path, views_dir: Path, path: Path, count: int = 2000, tiny: Any = None) -> Row:
@@ -340,4 +368,5 @@ def run(auditor_dir: Path, views_dir: Path, path: Path, count: int = 2000, tiny:
     found = metrics(rows, policy.names)
     write_results(path, found, rows, seed=CLEAN_SEEDS)
     curves(rows, path.with_name("auditor-progress.png"))
+    reliability_plot(rows, path.with_name("auditor-faithfulness.png"))
     return found
