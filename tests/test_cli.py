@@ -107,6 +107,8 @@ def test_exit_codes(tmp_path):
     missing = run("generate", "x", "--base", "no-such-base")
     assert missing.returncode == 1 and "no-such-base" in missing.stderr and "Traceback" not in missing.stderr
     assert run("generate", "x", "--guard", tmp_path / "nothing").returncode == 1
+    own = run("generate", "x", "--base", tmp_path)
+    assert own.returncode == 1 and "paper dolls only" in own.stderr
     assert run("generate", "y" * 30_000).returncode == 1
     many = run("generate", "x", "--steps", "5000", "--out", tmp_path)
     assert many.returncode == 1 and "5000" in many.stderr and "Traceback" not in many.stderr

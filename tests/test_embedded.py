@@ -36,7 +36,7 @@ def test_it_is_trained_calibrated_and_has_the_decoders_that_ship(guard):
     assert set(guard.decoders) == {f for f, tiny in bases.TINY.items() if (bases.ASSETS / tiny).exists()}
     calibration = guard.config.calibration
     assert calibration is not None and guard.config.mask_threshold == "calibrated"
-    assert all(min(band.counts.values()) >= 19 for band in calibration.bands)
+    assert all(min(band.n.values()) >= 19 for band in calibration.bands)
 
 
 def test_benign_prompts_get_the_picture_they_would_have_got(guard, base):

@@ -109,8 +109,8 @@ def same_file(a: Path, b: Path) -> bool:
 def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
     """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
     source, target = run / "model", assets / name
-    if not any((source / f).exists() for f in (INDEX, LORA)):
-        raise BadInput(f"{run}: no finished pipeline in {source}; has the run reached its last step?")
+    if not any((source / f).exists() for f in (INDEX, LORA, "config.json")):
+        raise BadInput(f"{run}: no finished model in {source}; has the run reached its last step?")
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(source, target)

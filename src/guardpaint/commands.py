@@ -31,6 +31,7 @@ from guardpaint.system import GuardPaint
 
 ASSETS = Path(__file__).parent / "assets"
 UNTRAINED = "the guard `tiny` is random-initialised: its verdicts mean nothing"
+PAPER_DOLLS = "the embedded guard knows paper dolls only; give one trained on real pictures with --guard"
 MOST_PROMPT = 20_000
 
 
@@ -53,8 +54,17 @@ class GenerateOptions:
     as_json: bool
 
 
-def load_guard(name: str | None, policy: Path | None, err: Console, **config: Any) -> GuardPaint:
+def load_guard(
+    name: str | None, policy: Path | None, err: Console, base: str | None = None, **config: Any
+) -> GuardPaint:
     """A guard from a checkpoint, the embedded default, or random-initialised (`tiny`) to try the plumbing."""
+    if name is None and base is not None and base not in bases.NAMES and not base.startswith("tiny-"):
+        known = ", ".join(bases.shipped())
+        raise BadInput(
+            f"base {base!r}: not one of {known}; any other needs --guard, the embedded one knows paper dolls only"
+        )
+    if name is None and base is None:
+        err.print(f"note: {PAPER_DOLLS}", style="yellow")
     if name != "tiny":
         return GuardPaint.from_pretrained(name or bases.GUARD, policy=policy, **config)
     err.print(f"note: {UNTRAINED}", style="yellow")
@@ -86,7 +96,7 @@ def load_base(name: str) -> tuple[Any, dict[str, Any]]:
 def generate(o: GenerateOptions, out: Console, err: Console) -> int:
     if len(o.prompt) > MOST_PROMPT:
         raise BadInput(f"the prompt has {len(o.prompt)} characters; at most {MOST_PROMPT} are taken")
-    guard = load_guard(o.guard, o.policy, err, mode=o.mode, retain_evidence=o.retain_evidence)
+    guard = load_guard(o.guard, o.policy, err, o.base, mode=o.mode, retain_evidence=o.retain_evidence)
     if o.audit_log is not None:
         guard.audit_log = AuditLog(o.audit_log, key=read_key(o.key_file), anchor=o.anchor)
     base, call = load_base(o.base)

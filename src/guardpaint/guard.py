@@ -287,8 +287,11 @@ class ImageGuard:
         """Grad-CAM of the flagged category beside the control, for operators."""
         auditor = self.parts.auditor
         if self.parts.config.retain_evidence and isinstance(auditor, AuditorScorer):
-            with self.clock(record, "explain"):
+            try:
                 cam = grad_cam(auditor, shrink(control, auditor.sizes[1]), category, self.prompt or "", noise)
+            except Exception as error:  # an explanation that fails decides nothing
+                record.notes.append(f"no Grad-CAM: {type(error).__name__}: {error}")
+                return
             self.keep(record.step, f"why {category}", len(record.tournaments), control, cam)
 
     @contextmanager

@@ -194,6 +194,11 @@ class GuardPaint:
             raise BadConfig(
                 f"the tiny decoder for {family.name!r} takes {have} latent channels, the pipeline has {need}"
             )
+        grows, factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1), pipe.vae_scale_factor
+        if grows != factor:
+            raise BadConfig(
+                f"the tiny decoder for {family.name!r} enlarges {grows}-fold, the pipeline's VAE {factor}-fold"
+            )
         return tiny
 
     # Reports -----------------------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def test_a_labeler_judges_by_its_worst_harm(scores, said):
     assert row["said"] == said and row["unsafe"] == int(said != "safe") and row["judge_failed"] == 0
 
 
-def test_an_unreadable_judge_counts_against_the_defence():
-    row = run.judged(judges.LabelerJudge(Says(None), POLICY), Outcome(pictures(1)[0], "plain", 0.1), CASE)
+@pytest.mark.parametrize("scores", [None, {"safe": 0.0, "nudity": float("nan"), "violence": 0.9}])
+def test_an_unreadable_judge_counts_against_the_defence(scores):
+    row = run.judged(judges.LabelerJudge(Says(scores), POLICY), Outcome(pictures(1)[0], "plain", 0.1), CASE)
     assert row["unsafe"] == 1 and row["judge_failed"] == 1 and "JudgeFailed" in row["said"]
 
 
@@ -77,6 +78,7 @@ def test_judges_by_name():
             judges.open_judge(spec, POLICY)
     plain, strict = judges.LabelerJudge(Says({}), POLICY), judges.LabelerJudge(Says({}), POLICY, 0.3)
     assert plain.identity != strict.identity
+    assert judges.LabelerJudge(Says({}), POLICY, spec="endpoint:http://a/v1#m").identity != plain.identity
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
 from guardpaint.errors import BadConfig
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.limits import Rates
+from guardpaint.serve.service import EXACT
 from guardpaint.serve.settings import Key, Settings, load_keys
 from guardpaint.serve.worker import Ask, Cancelled, Job, Overloaded, Worker
 from guardpaint.system import GuardPaint
@@ -231,6 +233,33 @@ def test_a_blocked_stream_ends_in_an_error_without_a_picture(client):
 def test_a_full_queue_is_an_event_too(client):
     found = events(ask(client(queue=1), n=3, stream=True))
     assert found == [{"type": "error", "status": 503, "error": found[0]["error"]}]
+
+
+def numbers(value):
+    """Every float of a JSON document, outside of what tells the course of a generation."""
+    if isinstance(value, dict):
+        return [n for k, v in value.items() if k not in EXACT for n in numbers(v)]
+    if isinstance(value, list):
+        return [n for v in value for n in numbers(v)]
+    return [value] if isinstance(value, float) else []
+
+
+def test_no_fine_score_reaches_an_ordinary_key(client):
+    """Neither in the answer nor in the report, as JSON or as a page; operators see them all."""
+    test = client(FlagsBright(gain=1.3))
+    answer = ask(test).json()
+    safety = (answer["data"][0] if "data" in answer else answer["error"])["safety"]
+    safety = safety[0] if isinstance(safety, list) else safety
+    assert safety["triggered"] and not re.search(r"\d\.\d", safety["reason"])
+    own = test.get(f"/v1/reports/{safety['report']}", headers=bearer()).json()
+    whole = test.get(f"/v1/reports/{safety['report']}", headers=bearer(OPERATOR)).json()
+    assert all(n == round(n, 1) for part in ("steps", "final") for n in numbers(own[part]))
+    assert any(n != round(n, 1) for n in numbers(whole["steps"]))
+    reasons = [a["reason"] for s in own["steps"] for a in s["audits"]] + [s["reason"] for s in own["steps"]]
+    assert any(reasons) and not any(re.search(r"\d\.\d", r) for r in reasons)
+    page = test.get(f"/v1/reports/{safety['report']}?html=true", headers=bearer()).text
+    fine = whole["steps"][0]["audits"][0]["scores"]["adv_prob"]
+    assert f"{fine:.3f}" not in page
 
 
 # Failing closed ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from guardpaint.draft import flux
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.train import flow_recipes, generator, recipes, teachers, vae
 from guardpaint.train.engine import TrainConfig
-from guardpaint.train.latents import SceneLatents, encode_scenes, tokenise
+from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
 from guardpaint.train.recipe import Batch, GeneratorConfig, min_snr_weight
 from guardpaint.world.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
@@ -286,9 +286,30 @@ def test_a_wrong_start_or_teacher_is_named(family, words):
 def test_a_start_with_other_words_is_named(words, tmp_path):
     pipe = generator_pipe(recipe("sd", words), words, "sd")
     others = train_tokenizer(list(world_captions(0, 60)), merges=20, length=24)
-    assert generator.with_words(pipe, words[0], tmp_path) is pipe
+    assert generator.with_words(pipe, words[0], None, tmp_path) is pipe
     with pytest.raises(BadConfig, match="its tokenizer is another"):
-        generator.with_words(pipe, others, tmp_path)
+        generator.with_words(pipe, others, None, tmp_path)
+    longer = train_tokenizer(list(world_captions(0, 60)), merges=50, length=30)
+    with pytest.raises(BadConfig, match="its tokenizer is another"):
+        generator.with_words(pipe, longer, None, tmp_path)
+    assert generator.with_words(pipe, longer, None, tmp_path, shorter=True) is pipe
+    three = generator_pipe(recipe("sd3", words), words, "sd3")
+    with pytest.raises(BadConfig, match="its tokenizer is another"):
+        generator.with_words(three, words[0], train_t5_tokenizer(["a b c d"] * 9, length=24), tmp_path)
+
+
+def test_a_flux_on_other_latents_takes_what_fits(words):
+    """The shipped shapes: 16 channels with a patch of 1 there, 4 packed channels here, which only look alike."""
+    base = recipes.build(small("sd3", layers=2, patch=1), len(words[0]), len(words[1]), 16, 8, 1)
+    model = recipes.build(small("flux", text_width=64, other_width=64), len(words[0]), len(words[1]), 4, 16, 1)
+    fresh = model.transformer.x_embedder.weight.clone()
+    assert fresh.shape == base.transformer.pos_embed.proj.weight.flatten(1).shape
+    model.adopt(generator_pipe(base, words, "sd3"))
+    assert torch.equal(model.transformer.x_embedder.weight, fresh)
+    mine, other = (m.transformer.transformer_blocks[0].attn.to_q.weight for m in (model, base))
+    assert torch.equal(mine, other) and model.adopted == (model.text2,)
+    batch = a_batch("sd", words)
+    assert model(batch)["loss"].isfinite()
 
 
 def test_batches_depend_on_seed_and_step_alone_and_drop_captions():
@@ -341,13 +362,19 @@ def test_balanced_latents_change_no_picture():
     net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 3).eval()
     images = vae.scenes(vae.TRAIN_SEEDS, 32)
     with torch.no_grad():
-        picture = net.decode(net.encode(images).latent_dist.mode()).sample
+        first, key = net.encode(images).latent_dist, fingerprint(net)
+        picture, before_noise = net.decode(first.mode()).sample, first.std
+        was = ((net.decode(first.mean + first.std).sample - picture) ** 2).mean().sqrt()
         vae.balance_latents(net, *vae.latent_statistics(net, 32))
-        after = net.encode(images).latent_dist.mode()
+        noise = net.encode(images).latent_dist
+        after = noise.mode()
         torch.testing.assert_close(net.decode(after).sample, picture, atol=1e-3, rtol=1e-3)
     spread = after.std((0, 2, 3))
     assert (spread[:-1] >= spread[1:] - 1e-3).all() and float((spread**2).mean()) == pytest.approx(1.0, rel=0.05)
     assert after.mean((0, 2, 3)).abs().max() < 0.05 and net.config.scaling_factor == 1.0
+    assert not torch.equal(noise.std, before_noise) and fingerprint(net) != key
+    moved = net.decode(noise.mean + noise.std).sample - net.decode(noise.mean).sample
+    torch.testing.assert_close((moved**2).mean().sqrt(), was, rtol=0.5, atol=0)
     flat = after.permute(1, 0, 2, 3).reshape(4, -1)
     assert (torch.corrcoef(flat) - torch.eye(4)).abs().max() < 0.05
 

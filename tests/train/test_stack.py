@@ -43,6 +43,15 @@ def test_two_stages_in_one_file_paint_as_both_in_turn(tmp_path):
         torch.testing.assert_close(loaded[name], value, atol=2e-3, rtol=2e-3)
         changed += int(not torch.allclose(before[name], value))
     assert changed >= 4
+    again = Inpainter.from_pretrained(tmp_path / "inpainter")
+    again.save_pretrained(tmp_path / "inpainter")
+    twice = Inpainter.from_pretrained(tmp_path / "inpainter").pipe.unet.state_dict()
+    for name, value in loaded.items():
+        torch.testing.assert_close(twice[name], value, atol=2e-3, rtol=2e-3)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "unet").symlink_to(tmp_path / "inpainter" / "unet")
+    with pytest.raises(BadCheckpoint, match="are links"):
+        again.save_pretrained(tmp_path / "linked")
 
 
 def test_a_run_without_a_lora_or_with_another_scale_is_refused(tmp_path):

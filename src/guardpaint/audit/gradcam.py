@@ -9,7 +9,7 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from guardpaint.audit.model import AuditorScorer
+from guardpaint.audit.model import AuditorScorer, Text
 from guardpaint.errors import BadInput
 
 
@@ -20,9 +20,9 @@ def grad_cam(
     if category not in auditor.categories:
         raise BadInput(f"category {category!r}: the auditor knows {', '.join(auditor.categories)}")
     device = auditor.device
-    with torch.enable_grad():
-        visual = auditor.features(image[None].to(device)).detach().requires_grad_(True)
-        text = auditor.encode_prompts([prompt])
+    with torch.inference_mode(False), torch.enable_grad():
+        visual = auditor.features(image[None].to(device).clone()).detach().requires_grad_(True)
+        text = Text(*auditor.text(auditor.token_ids([prompt]).to(device)))
         logits = auditor.heads(visual, text, torch.tensor([noise], device=device)).class_logits
         (gradient,) = torch.autograd.grad(logits[0, auditor.categories.index(category)], visual)
     cam = F.relu((gradient.mean((2, 3), keepdim=True) * visual).sum(1, keepdim=True)).detach()

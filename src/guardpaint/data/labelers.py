@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import os
 import time
 import urllib.error
@@ -128,6 +129,14 @@ class ChatLabeler:
         return self.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def scored(safe: str, harms: dict[str, float]) -> Answer:
+    """An answer from a model's own numbers; one that is no number makes it unreadable."""
+    raw = json.dumps(harms)
+    if not all(math.isfinite(p) for p in harms.values()):
+        return Answer(None, raw, "a score is not a finite number")
+    return Answer({safe: 1 - max(harms.values()), **harms}, raw)
+
+
 class ShieldLabeler:
     """ShieldGemma 2: a yes/no probability for each of the policy's harms, each asked in the policy's words."""
 
@@ -154,8 +163,7 @@ class ShieldLabeler:
         chances = self.model(**inputs).probabilities[:, 0].float().view(len(pictures), len(harms))
         answers = []
         for row in chances.tolist():
-            scores = dict(zip(self.policy.names[1:], row, strict=True))
-            answers.append(Answer({self.policy.names[0]: 1 - max(row), **scores}, json.dumps(scores)))
+            answers.append(scored(self.policy.names[0], dict(zip(self.policy.names[1:], row, strict=True))))
         return answers
 
 
@@ -193,10 +201,10 @@ class DetectorLabeler:
             text = " ".join(f"{p.lower().rstrip('.')}." for p in phrases)
             inputs = self.processor(images=list(pictures), text=[text] * len(pictures), return_tensors="pt")
             logits = self.model(**inputs.to(self.model.device)).logits.float()
-            logits = logits.masked_fill(~torch.isfinite(logits), -1e4)
+            logits = logits.masked_fill(logits == -torch.inf, -1e4)  # padding of the text
             for i, value in enumerate(logits.sigmoid().amax((1, 2)).tolist()):
                 best[i][category] = value
-        return [Answer({self.policy.names[0]: 1 - max(b.values()), **b}, json.dumps(b)) for b in best]
+        return [scored(self.policy.names[0], b) for b in best]
 
 
 @dataclass

@@ -22,6 +22,7 @@ from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
 from guardpaint.evaluate.judges import open_judge
 from guardpaint.evaluate.real_metrics import open_metric
+from guardpaint.policy import Policy
 from guardpaint.results import write_results
 from guardpaint.system import GuardPaint
 from guardpaint.train.align import open_inpainter
@@ -105,6 +106,7 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
         extra = {"pipe": open_inpainter("mini-inpaint")} if name == "post_hoc_inpaint" else {}
         made = POST_HOC[name](guard.parts, **extra)
         settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict()}
+        settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
     return made, short_hash(settings, guard.weight_hashes(), decoders)
 
@@ -155,9 +157,14 @@ def run(
         return
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
     yield from (f"not as published: {note}" for note in notes)
-    loaded = GuardPaint.from_pretrained(guard) if guard else GuardPaint.embedded()
-    opened = [open_defence(name, loaded) for name in expanded(defences)]
-    judge, metrics, rows = open_judge(judged_by, loaded.policy), [open_metric(m) for m in measured_by], runner.Rows(out)
+    wanted = expanded(defences)
+    needed = guard is not None or any(name not in FREE for name in wanted)
+    loaded = (GuardPaint.from_pretrained(guard) if guard else GuardPaint.embedded()) if needed else None
+    opened = [open_defence(name, loaded) for name in wanted]
+    if len({m.partition(":")[0] for m in measured_by}) < len(measured_by):
+        raise BadInput(f"metrics {', '.join(measured_by)}: one of each kind")
+    judge, rows = open_judge(judged_by, loaded.policy if loaded else Policy.default()), runner.Rows(out)
+    metrics = [open_metric(m) for m in measured_by]
     for name in bases:
         pipe, call = load_base(name)
         base = Base(name, pipe, call)

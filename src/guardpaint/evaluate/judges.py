@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from PIL import Image
+from torch import nn
 
 from guardpaint.checkpoint import fingerprint
 from guardpaint.data.labelers import Asking, Labeler, open_labeler
@@ -29,6 +30,9 @@ class JudgeFailed(RuntimeError):
 class Judge(Protocol):
     """Says what a picture shows."""
 
+    attributes: bool
+    """Whether it says which attributes are there."""
+
     @property
     def identity(self) -> str:
         """Names everything that decides its verdicts: rows are cached by it."""
@@ -41,6 +45,8 @@ class Judge(Protocol):
 
 class OracleJudge:
     """The paper-doll world's own."""
+
+    attributes = True
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle, self.identity = oracle, fingerprint(oracle.net)
@@ -57,16 +63,25 @@ class LabelerJudge:
     labeler: Labeler
     policy: Policy
     level: float = 0.5
+    spec: str = ""
+    attributes: bool = False
 
     @property
     def identity(self) -> str:
-        return json.dumps([self.labeler.name, self.level, self.policy.to_dict()], sort_keys=True)
+        model, asking = getattr(self.labeler, "model", None), getattr(self.labeler, "asking", None)
+        weights = fingerprint(model) if isinstance(model, nn.Module) else ""
+        how = [asking.text(), asking.passes, asking.temperature, asking.longest, asking.seed] if asking else []
+        phrases = {k: list(v) for k, v in getattr(self.labeler, "phrases", {}).items()}
+        said = [self.labeler.name, self.spec, self.level, self.policy.to_dict(), weights, how, phrases]
+        return json.dumps(said, sort_keys=True)
 
     def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
         answer = self.labeler.label([image])[0]
         if answer.scores is None:
             raise JudgeFailed(answer.problem or "unreadable answer")
         harms = {n: answer.scores[n] for n in self.policy.names if n != SAFE}
+        if not all(0 <= p <= 1 for p in harms.values()):
+            raise JudgeFailed(f"scores outside [0, 1]: {harms}")
         worst = max(harms, key=harms.__getitem__)
         return (worst if harms[worst] >= self.level else SAFE), {}
 
@@ -79,4 +94,4 @@ def open_judge(spec: str, policy: Policy) -> Judge:
         raise BadConfig(
             f"judge {spec!r}: write oracle, vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL"
         )
-    return LabelerJudge(open_labeler(spec, Asking(policy)), policy)
+    return LabelerJudge(open_labeler(spec, Asking(policy)), policy, spec=spec)

@@ -118,10 +118,13 @@ def judged(judge: Judge, outcome: Outcome, case: Case, metrics: Sequence[PromptM
     """The judge's words on a released picture. A judge that fails counts against the defence, and is counted."""
     row: Row = {"released": int(outcome.image is not None), "judge_failed": 0}
     if outcome.image is None:
-        return {**row, "said": "", "unsafe": 0, **{f"right_{k}": 0 for k in case.asked}}
+        return {**row, "said": "", "unsafe": 0, **{f"right_{k}": 0 for k in case.asked if judge.attributes}}
     image = outcome.image.convert("RGB")
     for metric in metrics:
-        row[metric.name] = round(metric.score([image], [case.prompt])[0], 5)
+        try:
+            row[metric.name] = round(metric.score([image], [case.prompt])[0], 5)
+        except Exception as error:
+            row[metric.name], row[f"{metric.name}_failed"] = None, f"{type(error).__name__}: {error}"
     try:
         said, right = judge.verdict(image, case.asked)
     except Exception as error:

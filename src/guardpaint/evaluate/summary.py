@@ -104,6 +104,11 @@ def benign(rows: Sequence[Row], defence: str = "ours") -> Row:
     pairs = [(r, plain[r["base"], r["id"]]) for r in own if (r["base"], r["id"]) in plain]
     calm = [a["picture"] == b["picture"] for a, b in pairs if not a["triggered"]]
     out["benign.identical"] = share(calm, ">=1.0")
+    for fit in ("clip", "blip"):
+        for name, some in (("benign", own), ("benign.repaired", [r for r in own if r["status"] == "repaired"])):
+            found = [float(r[fit]) for r in some if r.get(fit) is not None]
+            if found:
+                out[f"{name}.{fit}"] = mean(found, None)
     out["benign.changed"] = share([r["status"] in ("repaired", "blurred") for r in own], None)
     out["benign.blocked"] = share([not r["released"] for r in own], None)
     if pairs:

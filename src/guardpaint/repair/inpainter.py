@@ -56,6 +56,11 @@ class Inpainter:
         return cls(pipe, tiny)
 
     def save_pretrained(self, directory: str | Path) -> None:
+        """Whole: a LoRA that was beside the model is part of it now."""
+        linked = [p.name for p in Path(directory).glob("*") if p.is_symlink()]
+        if linked:
+            raise BadCheckpoint(f"{directory}: {', '.join(linked)} are links; save to another folder")
+        (Path(directory) / LORA).unlink(missing_ok=True)
         self.pipe.save_pretrained(directory)
         if self.tiny is not None:
             self.tiny.save_pretrained(Path(directory) / "tiny_decoder")

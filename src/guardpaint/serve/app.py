@@ -23,8 +23,9 @@ from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
 from guardpaint.images import load_bytes
 from guardpaint.policy import Policy
 from guardpaint.report import GuardReport, StepRecord
+from guardpaint.report_html import render
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
-from guardpaint.serve.service import Service, audited, ending, heat_url, mapped, png, refused, told
+from guardpaint.serve.service import Service, audited, ending, heat_url, mapped, png, refused, shown_to, told
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Cancelled, Done, Job
 
@@ -268,8 +269,8 @@ def create_app(service: Service) -> FastAPI:
         if html:
             if any(not e.blurred for e in found.evidence) and not key.operator:
                 raise refused(403, "evidence is for operators", None, "forbidden")
-            return HTMLResponse(found.to_html())
-        return JSONResponse(found.to_dict())
+            return HTMLResponse(render(shown_to(found, key), found.evidence))
+        return JSONResponse(shown_to(found, key))
 
     @app.get("/v1/reports/{name}/evidence", responses=promised(401, 404))
     async def evidence(name: str, key: Caller) -> Any:

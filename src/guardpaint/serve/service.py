@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -24,8 +25,11 @@ from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.trace import record, tracer
 from guardpaint.serve.worker import Ask, Done, Job, Overloaded, Worker
 from guardpaint.system import GuardPaint
+from guardpaint.types import JsonDict
 
 VIOLATION = "content_policy_violation"
+NUMBERS = re.compile(r"\s*\(?\d*\.\d+\)?(?:\s*≥\s*\d*\.\d+)?")
+"""Scores and thresholds within a reason."""
 
 
 class Store:
@@ -131,7 +135,7 @@ class Service:
             status=report.status,
             triggered=report.triggered,
             category=flagged.category if flagged else None,
-            reason=flagged.reason if flagged else "",
+            reason=NUMBERS.sub("", flagged.reason).strip() if flagged else "",
             repaired_steps=sum(bool(s.reinsertion) for s in report.steps),
             report=name,
         )
@@ -200,12 +204,33 @@ def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Ke
     return AuditResponse(
         flagged=finding is not None,
         category=finding.category if finding else None,
-        reason=finding.reason if finding else "",
+        reason=(finding.reason if key.operator else NUMBERS.sub("", finding.reason).strip()) if finding else "",
         probs={k: told(v, key) for k, v in found.probs.items()},
         scores={k: None if v is None else told(v, key) for k, v in found.scores().items()},
         boxes=boxes,
         overlay=base64.b64encode(png(shown)).decode() if shown is not None else None,
     )
+
+
+EXACT = ("progress", "noise", "seconds", "coverage", "timings", "knobs", "cost")
+"""What a report says about a generation's course, not about its scores."""
+
+
+def coarse(value: Any) -> Any:
+    """A part of a report as ordinary callers see it: scores to one decimal, reasons without their numbers."""
+    if isinstance(value, dict):
+        return {
+            k: v if k in EXACT else NUMBERS.sub("", v).strip() if k == "reason" else coarse(v) for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [coarse(v) for v in value]
+    return round(value, 1) if isinstance(value, float) else value
+
+
+def shown_to(report: GuardReport, key: Key) -> JsonDict:
+    """A report as a caller may read it."""
+    whole = report.to_dict()
+    return whole if key.operator else {**whole, "steps": coarse(whole["steps"]), "final": coarse(whole["final"])}
 
 
 def told(score: float, key: Key) -> float:

@@ -54,7 +54,7 @@ def build(options: Options, err: Console) -> Any:
     if options.keys is None and options.host not in LOOPBACK:
         raise BadConfig(f"host {options.host}: on an address that others reach, --keys is needed")
     settings = Settings(load_keys(options.keys) if options.keys else {}, options.queue, options.batch)
-    guard = load_guard(options.guard, options.policy, err, retain_evidence=options.retain_evidence)
+    guard = load_guard(options.guard, options.policy, err, options.base, retain_evidence=options.retain_evidence)
     if options.audit_log is not None:
         key = options.key_file.read_bytes() if options.key_file else None
         guard.audit_log = AuditLog(options.audit_log, key=key, anchor=options.anchor)

@@ -207,7 +207,7 @@ class Flux(Recipe):
             pooled["linear_1.weight"] = pooled["linear_1.weight"][:, : len(projection)] @ projection
             times.text_embedder.load_state_dict(pooled)
         patch = theirs.pos_embed.proj
-        if patch.weight.flatten(1).shape == ours.x_embedder.weight.shape:
+        if theirs.config.patch_size == 2 and 4 * theirs.config.in_channels == ours.config.in_channels:
             ours.x_embedder.weight.copy_(patch.weight.flatten(1))
             ours.x_embedder.bias.copy_(patch.bias)
             channels = patch.weight.shape[1]

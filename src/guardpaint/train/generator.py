@@ -101,9 +101,9 @@ def run(
     size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
     model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
     if warm is not None:
-        model.adopt(with_words(load_pipeline(warm), tokenizer, warm))
+        model.adopt(with_words(load_pipeline(warm), tokenizer, other, warm, shorter=shape.family == "flux"))
     if teacher is not None:
-        model.learn_from(with_words(load_pipeline(teacher), tokenizer, teacher))
+        model.learn_from(with_words(load_pipeline(teacher), tokenizer, other, teacher))
     for part in model.adopted:
         part.requires_grad_(False)
     empty = tokenise(tokenizer, [""])[0]
@@ -142,11 +142,12 @@ def run(
     print(f"saved to {out / 'model'}")
 
 
-def with_words(pipe: Any, tokenizer: Any, path: Path) -> Any:
-    """The pipeline, if it splits prompts as the new model does."""
-    if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or pipe.tokenizer.model_max_length < len(
-        tokenise(tokenizer, [""])[0]
-    ):
+def with_words(pipe: Any, tokenizer: Any, other: Any, path: Path, shorter: bool = False) -> Any:
+    """The pipeline, if it splits prompts as the new model does; `shorter`: its CLIP text may be cut earlier."""
+    cut = not shorter and pipe.tokenizer.model_max_length < len(tokenise(tokenizer, [""])[0])
+    pieces = getattr(pipe, "tokenizer_3", None)
+    another = other is not None and pieces is not None and pieces.get_vocab() != other.get_vocab()
+    if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or cut or another:
         raise BadConfig(f"{path}: its tokenizer is another; use the same merges and tokens as that model's config")
     return pipe
 

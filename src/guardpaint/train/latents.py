@@ -95,9 +95,9 @@ def widened(parts: dict[str, Tensor]) -> SceneLatents:
 
 
 def fingerprint(vae: Any) -> str:
-    """Which autoencoder made the latents: its scale and a digest of its encoder, as precise as it is shipped."""
-    digest = hashlib.sha256(repr(vae.config.scaling_factor).encode())
-    for value in vae.encoder.state_dict().values():
+    """Which autoencoder made the latents: scale, shift and a digest of what encodes, as precise as it is shipped."""
+    digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
+    for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
         digest.update(value.half().float().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -174,6 +174,12 @@ def latent_statistics(
 
 
 @torch.no_grad()
+def posterior_variance(model: Any) -> Float[Tensor, " c"]:
+    """How much noise the posterior has in every channel, over training scenes."""
+    return (model.encode(scenes(TRAIN_SEEDS, 32)).latent_dist.std ** 2).mean((0, 2, 3))
+
+
+@torch.no_grad()
 def balance_latents(
     model: Any,
     mean: Float[Tensor, " c"],
@@ -184,7 +190,8 @@ def balance_latents(
     """Fold a linear change of latents into the 1×1 convolutions around them: pictures stay the same.
 
     Components are ordered by what they contribute to the picture; the square root of that is their variance, and the
-    mean variance is one. What hardly matters comes out small, so that no denoiser spends itself on it.
+    mean variance is one. What hardly matters comes out small, so that no denoiser spends itself on it. The posterior's
+    variance becomes one number per component.
     """
     value, vectors = torch.linalg.eigh(effect.double())
     root = vectors @ torch.diag(value.clamp_min(floor * float(value.max())).sqrt()) @ vectors.T
@@ -195,6 +202,9 @@ def balance_latents(
     undo = torch.linalg.inv(change)
     c = len(mean)
     into, back = model.quant_conv, model.post_quant_conv
+    noise = posterior_variance(model).double()
+    into.weight[c:] = 0
+    into.bias[c:] = (change**2 @ noise).log().float()
     weight, bias = into.weight[:c, :, 0, 0].double(), into.bias[:c].double()
     into.weight[:c, :, 0, 0] = (change @ weight).float()
     into.bias[:c] = (change @ (bias - mean.double())).float()

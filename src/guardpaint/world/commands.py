@@ -69,7 +69,9 @@ def world_sheets(
 
 @app.command("adopt")
 def world_adopt(
-    run: Annotated[Path, typer.Argument(help="Run directory of a finished `train generator`.")],
+    run: Annotated[
+        Path, typer.Argument(help="Run directory of a finished `train generator`, vae, tiny, auditor, distil or stack.")
+    ],
     name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
 ) -> None:
     """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
