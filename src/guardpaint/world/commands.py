@@ -9,6 +9,8 @@ import typer
 
 from guardpaint.evaluate.commands import say_metrics
 
+LEAST_LEVEL = 0.02
+"""A calibrated mask level below this says that the heat maps cannot promise their coverage."""
 app = typer.Typer(help="The paper-doll world: look at it, export it, measure its models.", no_args_is_help=True)
 
 
@@ -96,6 +98,10 @@ def world_guard(
     settings = GuardConfig().to_dict()
     if calibration is not None:
         found = {k: v for k, v in read_json(calibration).items() if k != "reference"}
-        settings |= {"calibration": found, "mask_threshold": "calibrated"}
+        settings["calibration"] = found
+        if min(b["mask_level"] for b in found["bands"]) >= LEAST_LEVEL:
+            settings["mask_threshold"] = "calibrated"
+        else:
+            typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
     GuardConfig.from_dict(settings)
     typer.echo(str(bases.assemble_guard(settings)))
