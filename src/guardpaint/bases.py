@@ -67,8 +67,15 @@ def load_base(name: str) -> Any:
 
 
 def fuse(pipe: Any, folder: Path) -> None:
-    """Merge the LoRA of a folder into a pipeline."""
-    pipe.load_lora_weights(folder, weight_name=LORA)
+    """Merge the LoRA of a folder into a pipeline; it may be for the denoiser alone."""
+    from diffusers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns that there is nothing for the text encoders
+    try:
+        pipe.load_lora_weights(folder, weight_name=LORA)
+    finally:
+        logging.set_verbosity(level)
     pipe.fuse_lora()
     pipe.unload_lora_weights()
 

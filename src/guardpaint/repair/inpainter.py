@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
-from guardpaint.bases import LORA, fuse
+from guardpaint.bases import LORA, fuse, without_bars
 from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.schedule import level_at, prediction_type, split
@@ -39,16 +39,17 @@ class Inpainter:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Inpainter:
-        """A StableDiffusionInpaintPipeline's folder; a LoRA and a tiny decoder beside it are used if there."""
+        """A StableDiffusionInpaintPipeline's folder, in fp32; a LoRA and a tiny decoder beside it are used if there."""
         from diffusers import AutoencoderTiny, StableDiffusionInpaintPipeline
 
         directory = Path(directory)
         try:
-            pipe = StableDiffusionInpaintPipeline.from_pretrained(
-                directory, safety_checker=None, requires_safety_checker=False
-            )
-            if (directory / LORA).exists():
-                fuse(pipe, directory)
+            with without_bars():
+                pipe = StableDiffusionInpaintPipeline.from_pretrained(
+                    directory, safety_checker=None, requires_safety_checker=False, dtype=torch.float32
+                )
+                if (directory / LORA).exists():
+                    fuse(pipe, directory)
             tiny_dir = directory / "tiny_decoder"
             tiny = AutoencoderTiny.from_pretrained(tiny_dir).eval() if tiny_dir.is_dir() else None
         except Exception as error:
