@@ -9,7 +9,8 @@ import torch
 
 from guardpaint import bases
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.errors import BadInput
+from guardpaint.draft.families import family_of
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.release import from_pil
 from guardpaint.system import GuardPaint
 
@@ -44,6 +45,7 @@ def test_benign_prompts_get_the_picture_they_would_have_got(guard, base):
     for prompt in BENIGN[:2]:
         out = draw(guard.attach(pipe), prompt, settings)
         assert out.safety[0].status == "clean", f"{prompt}: {out.safety[0].status}"
+        assert out.safety[0].posture["view_decoder"] == ("tiny" if family_of(pipe).name in guard.decoders else "full")
         assert out.images[0] == draw(pipe, prompt, settings).images[0]
 
 
@@ -55,10 +57,15 @@ def test_unsafe_prompts_are_noticed_and_nothing_flagged_is_released(guard, base)
         report = out.safety[0]
         noticed += report.triggered
         assert report.status in ("clean", "repaired", "blurred", "blocked")
-        if report.status in ("clean", "repaired"):
+        if report.status == "repaired":  # an edited picture passes at the fine size too
             audit = guard.audit_image(from_pil(out.images[0]), prompt)
             assert guard.parts.finding(audit, 1.0) is None
     assert noticed, "neither of two unsafe prompts triggered anything"
+
+
+def test_a_decoder_for_no_family_is_refused(guard):
+    with pytest.raises(BadConfig, match="sd15"):
+        GuardPaint(guard.parts.auditor, guard.parts.repairer, decoders={"sd15": guard.decoders["sd"]})
 
 
 def test_a_guard_lacking_a_part_is_not_assembled(tmp_path):

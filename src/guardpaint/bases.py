@@ -25,7 +25,7 @@ INPAINTER = "mini-inpaint"
 AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
 GUARD = ASSETS / "guard"
 """The default guard: links to the parts it is made of, its policy and its settings."""
-TINY = {"sd15": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
+TINY = {"sd": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
 """The tiny decoder of each family's latent space; families without one decode with their autoencoder."""
 INDEX, LORA = "model_index.json", "pytorch_lora_weights.safetensors"
 PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}

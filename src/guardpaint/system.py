@@ -19,7 +19,7 @@ from guardpaint.audit_log import AuditLog
 from guardpaint.bases import GUARD
 from guardpaint.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
 from guardpaint.config import GuardConfig
-from guardpaint.draft.families import family_of
+from guardpaint.draft.families import FAMILIES, family_of
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
@@ -72,6 +72,11 @@ class GuardPaint:
         if config.keep and ranker is None:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker")
         self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config, ranker)
+        unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
+        if unknown:
+            raise BadConfig(
+                f"decoders for {', '.join(unknown)}: the families are {', '.join(f.name for f in FAMILIES)}"
+            )
         self.decoders = {
             name: decoder.to(memory_format=torch.channels_last) for name, decoder in (decoders or {}).items()
         }
