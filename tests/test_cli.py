@@ -168,10 +168,14 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "guardpaint.cli", "generate", "x", "--n", "16", "--steps", "900", "--out", str(tmp_path / "out")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it in background jobs
     )  # fmt: skip
     time.sleep(12)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "nothing was released" in stderr and "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
 
