@@ -97,7 +97,7 @@ def test_adopted_models_share_their_parts(teachers, tmp_path):
     counted = [p for p in assets.rglob("*") if p.is_file() and p.resolve() == p.absolute()]
     assert bases.megabytes(assets) == pytest.approx(sum(p.stat().st_size for p in counted) / 1e6)
     assert (assets / "mini-flux" / "loss.csv").read_text().startswith("step,loss\n1,")
-    with pytest.raises(BadInput, match="no finished pipeline"):
+    with pytest.raises(BadInput, match="no finished model"):
         bases.adopt(tmp_path, "mini-flux", assets)
 
 
