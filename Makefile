@@ -1,4 +1,4 @@
-# make demo   guarded generation on every family, written to out/gallery/index.html
+# make demo   every embedded base, unguarded and guarded, written to out/gallery/index.html
 # make test   the test suite          make lint   formatter, linter, type checker
 # make eval-small  attacks, defences and benign prompts in small, with a report page in runs/eval-small
 # make bench  cost ratios at full SD 1.5 size (slow, about half an hour on two cores)

@@ -166,7 +166,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of every picture.")] = 0,
     base: Annotated[list[str] | None, typer.Option(help="Only this embedded base; may be repeated.")] = None,
 ) -> None:
-    """Guarded generation on every family with the embedded models; writes a gallery to open in a browser."""
+    """Every embedded base, unguarded and guarded with the same seeds; writes a gallery to open in a browser."""
     from guardpaint import demo as demo_module
 
     demo_module.run(out_dir, seed, out, base)

@@ -1,7 +1,7 @@
 """Small random-initialised instances of the real diffusers classes.
 
-They stand in wherever weights do not matter: tests, `guardpaint doctor`'s self-test, and the demo until the
-embedded models exist. Their pictures are noise; what is real is every seam between guard and pipeline.
+They stand in wherever weights do not matter: tests and `guardpaint doctor`'s self-test.
+Their pictures are noise; what is real is every seam between guard and pipeline.
 """
 
 from __future__ import annotations

@@ -31,13 +31,23 @@ class PromptMetric(Protocol):
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]: ...
 
 
-class ClipScore:
-    """100 · max(0, cosine) of image and text embeddings."""
-
-    name = "clip"
+class Paired:
+    """A `transformers` model that looks at pictures and prompts together."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model.eval(), processor
+
+    def look(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Any:
+        values = self.processor(
+            text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True
+        )
+        return self.model(**values.to(self.model.device))
+
+
+class ClipScore(Paired):
+    """100 · max(0, cosine) of image and text embeddings."""
+
+    name = "clip"
 
     @classmethod
     def from_pretrained(cls, path: str) -> ClipScore:
@@ -47,21 +57,15 @@ class ClipScore:
 
     @torch.no_grad()
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
-        values = self.processor(
-            text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True
-        ).to(self.model.device)
-        out = self.model(**values)
+        out = self.look(images, prompts)
         cosine = nn.functional.cosine_similarity(out.image_embeds, out.text_embeds)
         return (100 * cosine.clamp(min=0)).tolist()
 
 
-class BlipMatch:
+class BlipMatch(Paired):
     """Probability that picture and prompt belong together, by BLIP's image–text matching head."""
 
     name = "blip"
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        self.model, self.processor = model.eval(), processor
 
     @classmethod
     def from_pretrained(cls, path: str) -> BlipMatch:
@@ -71,10 +75,7 @@ class BlipMatch:
 
     @torch.no_grad()
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
-        values = self.processor(
-            text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True
-        ).to(self.model.device)
-        return self.model(**values).itm_score.softmax(1)[:, 1].tolist()
+        return self.look(images, prompts).itm_score.softmax(1)[:, 1].tolist()
 
 
 KINDS = {"clip": ClipScore, "blip": BlipMatch}
