@@ -36,7 +36,7 @@ def canonical(entry: JsonDict) -> bytes:
 
 
 class AuditLog:
-    """Appends one record per image; a record that cannot be made durable raises and leaves no half line."""
+    """Appends one record per image, and events such as a changed policy; a record that cannot be made durable raises and leaves no half line."""
 
     def __init__(self, path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> None:
         self.path, self.key = Path(path), key
@@ -62,17 +62,18 @@ class AuditLog:
             raise
         self._sequence, self._head = state.records, state.head
 
-    def append(self, payloads: Sequence[JsonDict]) -> None:
+    def append(self, payloads: Sequence[JsonDict], kind: str = "report") -> None:
         """Write, sync, then move the anchor. Raises AuditLogError if any of it fails."""
         with self._lock:
             lines, sequence, head = b"", self._sequence, self._head
             for payload in payloads:
-                body = canonical({"seq": sequence, "prev": head, "report": payload})
+                body = canonical({"seq": sequence, "prev": head, kind: payload})
                 head = digest(body, self.key)
                 lines += body[:-1] + b',"hash":"' + head.encode() + b'"}\n'
                 sequence += 1
-            size = os.fstat(self._file).st_size
+            size: int | None = None
             try:
+                size = os.fstat(self._file).st_size
                 written = os.write(self._file, lines)
                 if written != len(lines):
                     raise OSError(28, "short write, the disk may be full")
@@ -80,8 +81,9 @@ class AuditLog:
                 if self.anchor is not None:
                     write_atomic(self.anchor, json.dumps({"seq": sequence, "head": head}).encode())
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, size)
+                if size is not None:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._file, size)
                 raise AuditLogError(f"{self.path}: record not written ({error.strerror})") from error
             self._sequence, self._head = sequence, head
 

@@ -208,6 +208,8 @@ def log_replay(
     rows = read_entries(file)
     if record >= len(rows) or rows[record][2]:
         fail(f"{file}: no record {record}; it has {sum(not r[2] for r in rows)}")
+    if "report" not in rows[record][1]:
+        fail(f"{file}: record {record} is an event, not a picture: {json.dumps(rows[record][1].get('event'))}")
     problems = replay(rows[record][1]["report"])
     tournaments = sum(len(s["tournaments"]) for s in rows[record][1]["report"]["steps"])
     if as_json:

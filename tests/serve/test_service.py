@@ -15,7 +15,7 @@ from helpers import serving
 from PIL import Image
 
 from guardpaint import tiny
-from guardpaint.audit_log import AuditLog
+from guardpaint.audit_log import AuditLog, verify_log
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 from guardpaint.errors import BadConfig
 from guardpaint.serve.app import Service, create_app
@@ -267,7 +267,7 @@ def test_no_fine_score_reaches_an_ordinary_key(client):
 
 def test_a_crashing_auditor_releases_nothing(client):
     answer = ask(client(Raises()))
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "content_policy_violation"
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "guard_failed"
 
 
 def test_an_unwritable_log_releases_nothing(client, tmp_path):
@@ -276,7 +276,25 @@ def test_an_unwritable_log_releases_nothing(client, tmp_path):
     assert ask(test).status_code == 200
     guard.audit_log.close()
     answer = ask(test)
-    assert answer.status_code in (400, 500) and "b64_json" not in answer.text
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "guard_failed"
+    assert answer.headers["retry-after"] and "b64_json" not in answer.text
+    policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
+    change = test.put("/v1/policy", json={**policy, "trigger": 0.9}, headers=bearer(OPERATOR))
+    assert change.status_code == 503
+    assert test.get("/v1/policy", headers=bearer(OPERATOR)).json() == policy
+
+
+def test_a_changed_policy_is_on_record(client, tmp_path):
+    path = tmp_path / "log.jsonl"
+    test = client(guard=GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=AuditLog(path)))
+    ask(test)
+    policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
+    assert test.put("/v1/policy", json={**policy, "trigger": 0.9}, headers=bearer(OPERATOR)).status_code == 200
+    ask(test)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert ["report" in r for r in rows] == [True, False, True]
+    assert rows[1]["event"] == {"by": "olga", "policy": {**policy, "trigger": 0.9}}
+    assert verify_log(path).ok
 
 
 # Operations --------------------------------------------------------------------------------------------------

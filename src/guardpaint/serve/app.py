@@ -25,12 +25,24 @@ from guardpaint.policy import Policy
 from guardpaint.report import GuardReport, StepRecord
 from guardpaint.report_html import render
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
-from guardpaint.serve.service import Service, audited, ending, heat_url, mapped, png, refused, shown_to, told
+from guardpaint.serve.service import (
+    FAILED,
+    VIOLATION,
+    Service,
+    audited,
+    ending,
+    heat_url,
+    mapped,
+    png,
+    refused,
+    shown_to,
+    told,
+    withheld,
+)
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Cancelled, Done, Job
 
 log = logging.getLogger("guardpaint.serve")
-VIOLATION = "content_policy_violation"
 PAGE = Path(__file__).parent / "page.html"
 IMAGE: dict[int | str, dict[str, Any]] = {200: {"content": {"image/png": {}}}}
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -294,12 +306,14 @@ def create_app(service: Service) -> FastAPI:
     async def policy(key: Operator) -> Any:
         return service.worker.guard.policy.to_dict()
 
-    @app.put("/v1/policy", responses=promised(400, 401, 403, 408, 413))
+    @app.put("/v1/policy", responses=promised(400, 401, 403, 408, 413, 503))
     async def change_policy(body: dict[str, Any], key: Operator) -> Any:
-        """Another policy, from the next batch on; the names of its categories must stay."""
+        """Another policy, from the next batch on and on record; the names of its categories must stay."""
         try:
             fresh = Policy.from_dict(body, "policy")
-            service.worker.change_policy(fresh)
+            await asyncio.to_thread(service.worker.change_policy, fresh, key.name)
+        except AuditLogError as error:
+            raise withheld(FAILED) from error
         except (ValueError, GuardPaintError) as error:
             raise refused(400, f"policy not taken: {error}", "policy") from error
         log.info(json.dumps({"policy": fresh.name, "by": key.name}))
@@ -338,8 +352,9 @@ def failure(
 
 
 def blocked(items: list[ImageItem]) -> HTTPException:
-    """Everything was withheld."""
-    error = refused(400, "The picture was withheld by the content policy.", None, VIOLATION)
+    """Everything was withheld: by the policy, or because the guard failed for all."""
+    codes = {i.error["code"] for i in items if i.error}
+    error = withheld(VIOLATION if VIOLATION in codes else FAILED)
     assert isinstance(error.detail, dict)
     error.detail["safety"] = [i.safety.model_dump() for i in items]
     return error

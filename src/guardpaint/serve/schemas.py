@@ -98,7 +98,7 @@ MEANINGS = {
     408: "The body did not come",
     413: "Too large",
     429: "Over the key's rate; see Retry-After",
-    503: "Overloaded or closing; see Retry-After",
+    503: "Overloaded, closing, or the guard failed (error.code guard_failed); see Retry-After",
     504: "Took too long; nothing was released",
 }
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from guardpaint.audit.gradcam import overlay
 from guardpaint.audit.regions import mine
-from guardpaint.errors import BadInput, GuardPaintError
+from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
 from guardpaint.release import from_pil, to_pil
 from guardpaint.report import Evidence, GuardReport
 from guardpaint.serve.limits import Rates
@@ -28,6 +28,12 @@ from guardpaint.system import GuardPaint
 from guardpaint.types import JsonDict
 
 VIOLATION = "content_policy_violation"
+FAILED = "guard_failed"
+WITHHELD = {
+    VIOLATION: (400, "The picture was withheld by the content policy."),
+    FAILED: (503, "The guard or its log failed; nothing was released."),
+}
+"""Why there is no picture: answer and words."""
 NUMBERS = re.compile(r"\s*\(?\d*\.\d+\)?(?:\s*≥\s*\d*\.\d+)?")
 """Scores and thresholds within a reason."""
 
@@ -141,9 +147,8 @@ class Service:
         )
         entry = ImageItem(seed=job.seed, safety=safety)
         if done.image is None:
-            entry.error = problem(
-                "The picture was withheld by the content policy.", "invalid_request_error", VIOLATION
-            )["error"]
+            detail: Any = withheld(FAILED if report.errors else VIOLATION).detail
+            entry.error = detail
         elif form == "url":
             entry.url = f"{base}v1/images/{self.pictures.put(job.owner, done.image)}.png"
         else:
@@ -170,11 +175,19 @@ def refused(
     return HTTPException(status, problem(message, kind, code, param)["error"], headers)
 
 
+def withheld(code: str) -> HTTPException:
+    """The answer when no picture was released."""
+    status, words = WITHHELD[code]
+    return refused(status, words, None, code, 2.0 if status == 503 else 0.0)
+
+
 def mapped(error: Exception) -> HTTPException:
     if isinstance(error, Overloaded):
         return refused(503, str(error), None, "overloaded", 2.0)
     if isinstance(error, BadInput):
         return refused(400, str(error))
+    if isinstance(error, AuditLogError):
+        return withheld(FAILED)
     return refused(500, "the guard could not finish; nothing was released", None, "internal_error")
 
 
@@ -186,7 +199,14 @@ def ending(service: Service, job: Job, index: int, future: Any, form: str, base:
         failed = mapped(error)
         return {"type": "error", "index": index, "status": failed.status_code, "error": failed.detail}
     if item.error:
-        return {"type": "error", "index": index, "status": 400, "error": item.error, "safety": item.safety.model_dump()}
+        status = WITHHELD[item.error["code"]][0]
+        return {
+            "type": "error",
+            "index": index,
+            "status": status,
+            "error": item.error,
+            "safety": item.safety.model_dump(),
+        }
     return {"type": "image_generation.completed", "index": index, **item.model_dump(exclude_none=True)}
 
 

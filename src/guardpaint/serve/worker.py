@@ -123,11 +123,13 @@ class Worker:
     def depth(self) -> int:
         return len(self.waiting) + self.busy
 
-    def change_policy(self, policy: Policy) -> None:
-        """From the next batch on."""
+    def change_policy(self, policy: Policy, by: str) -> None:
+        """From the next batch on; a change that cannot be put on record is not made."""
         if policy.last_resort[-1] == "keep" and "released_flagged" not in self.shown:
             raise BadConfig("last_resort ends in keep: a running service does not begin to release flagged pictures")
         fresh = self.guard.configured(policy=policy)
+        if fresh.audit_log is not None:
+            fresh.audit_log.append([{"policy": policy.to_dict(), "by": by}], kind="event")
         with self.ready:
             self.guard = fresh
 
