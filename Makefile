@@ -16,6 +16,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[ray]"
 	$(BIN)/python -m pytest -m slow
 
 lint: $(STAMP)

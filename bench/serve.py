@@ -31,6 +31,7 @@ from guardpaint.results import metric, write_results
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
+from guardpaint.serve.worker import Worker
 from guardpaint.system import GuardPaint
 from guardpaint.world.captions import caption
 from guardpaint.world.scene import sample_scene
@@ -44,9 +45,9 @@ class Running:
     """A service on a free port, for as long as the block lasts."""
 
     def __init__(self, guard: GuardPaint, base: str, **limits: Any) -> None:
-        self.service = Service(
-            guard, load_base(base), settings(base), base, Settings(keys=KEYS, queue=512, **limits), known_bad(None)
-        )
+        chosen = Settings(keys=KEYS, queue=512, **limits)
+        worker = Worker(guard, load_base(base), settings(base), chosen)
+        self.service = Service(worker, base, chosen, known_bad(None))
         self.server = uvicorn.Server(uvicorn.Config(create_app(self.service), port=0, log_level="error"))
 
     def __enter__(self) -> str:

@@ -36,7 +36,10 @@ def canonical(entry: JsonDict) -> bytes:
 
 
 class AuditLog:
-    """Appends one record per image, and events such as a changed policy; a record that cannot be made durable raises and leaves no half line."""
+    """Appends one record per image, and events such as a changed policy.
+
+    A record that cannot be made durable raises and leaves no half line.
+    """
 
     def __init__(self, path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> None:
         self.path, self.key = Path(path), key

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from guardpaint import __version__
 from guardpaint.data.commands import app as data_app
-from guardpaint.errors import GuardPaintError
+from guardpaint.errors import BadConfig, GuardPaintError
 from guardpaint.evaluate.commands import app as eval_app
 from guardpaint.train.commands import app as train_app
 from guardpaint.world.commands import app as world_app
@@ -284,16 +284,23 @@ def serve(
     key_file: Annotated[Path | None, typer.Option(help="Key of the audit log's HMAC.")] = None,
     anchor: Annotated[Path | None, typer.Option(help="Where to anchor the audit log's head.")] = None,
     self_test: Annotated[Path | None, typer.Option(help="A known-bad picture that /ready must see caught.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Deploy on a Ray cluster: RAY_ADDRESS, or this machine.")] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: generators to begin with.")] = 1,
+    most_replicas: Annotated[int | None, typer.Option(min=1, help="With --ray: generators under load.")] = None,
 ) -> None:
     """Serve guarded generation: an OpenAI-compatible API, a page at /, metrics at /metrics."""
-    from guardpaint.serve.start import Options, start
+    try:
+        from guardpaint.serve.start import Options, start, start_cluster
+    except ImportError as error:
+        raise BadConfig("serving needs more packages: pip install 'guardpaint[serve]'") from error
 
-    start(
-        Options(
-            base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test
-        ),
-        err,
+    options = Options(
+        base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test
     )
+    if ray:
+        start_cluster(options, replicas, most_replicas or replicas, err)
+    else:
+        start(options, err)
 
 
 @app.command()

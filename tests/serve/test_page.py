@@ -13,6 +13,7 @@ from guardpaint import tiny
 from guardpaint.doubles import FlagsBright, PaintsFlat
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
+from guardpaint.serve.worker import Worker
 from guardpaint.system import GuardPaint
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -27,7 +28,9 @@ def address():
     call = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
     keys = {USER: Key("ann", per_minute=600), OPERATOR: Key("olga", "operator", 600)}
     bad = Image.new("RGB", (64, 64), "white")
-    service = Service(guard, tiny.pipeline("sd"), call, "tiny-sd", Settings(keys=keys), bad)
+    service = Service(
+        Worker(guard, tiny.pipeline("sd"), call, Settings(keys=keys)), "tiny-sd", Settings(keys=keys), bad
+    )
     with serving(create_app(service)) as where:
         yield where
 

@@ -19,8 +19,8 @@ from guardpaint.audit_log import AuditLog, verify_log
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 from guardpaint.errors import BadConfig
 from guardpaint.serve.app import Service, create_app
+from guardpaint.serve.disclosure import EXACT
 from guardpaint.serve.limits import Rates
-from guardpaint.serve.service import EXACT
 from guardpaint.serve.settings import Key, Settings, load_keys
 from guardpaint.serve.worker import Ask, Cancelled, Job, Overloaded, Worker
 from guardpaint.system import GuardPaint
@@ -33,7 +33,8 @@ BAD = Image.new("RGB", (64, 64), "white")
 
 def make(auditor=None, guard=None, **settings):
     guard = guard or GuardPaint(auditor or AlwaysSafe(), PaintsFlat())
-    return Service(guard, tiny.pipeline("sd"), CALL, "tiny-sd", Settings(keys=KEYS, **settings), BAD)
+    limits = Settings(keys=KEYS, **settings)
+    return Service(Worker(guard, tiny.pipeline("sd"), CALL, limits), "tiny-sd", limits, BAD)
 
 
 @pytest.fixture
@@ -171,7 +172,8 @@ def test_bad_keys_are_refused_everywhere(client, secret):
 
 def test_rates_and_queues_say_when_to_come_back(client):
     slow = {**KEYS, USER: Key("ann", per_minute=2)}
-    service = Service(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, "m", Settings(keys=slow), BAD)
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(keys=slow))
+    service = Service(worker, "m", Settings(keys=slow), BAD)
     with TestClient(create_app(service)) as test:
         assert ask(test, n=2).status_code == 200
         answer = ask(test)
@@ -479,9 +481,9 @@ def test_closing_after_a_client_left_resolves_the_others():
 
 def test_turned_away_pictures_cost_no_rate(client):
     keys = {**KEYS, USER: Key("ann", per_minute=3)}
-    service = Service(
-        GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, "m", Settings(keys=keys, queue=2), BAD
-    )
+    limits = Settings(keys=keys, queue=2)
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, limits)
+    service = Service(worker, "m", limits, BAD)
     with TestClient(create_app(service)) as test:
         assert ask(test, n=3).status_code == 503
         assert ask(test, n=2).status_code == 200

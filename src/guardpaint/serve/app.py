@@ -24,21 +24,9 @@ from guardpaint.images import load_bytes
 from guardpaint.policy import Policy
 from guardpaint.report import GuardReport, StepRecord
 from guardpaint.report_html import render
+from guardpaint.serve.disclosure import heat_url, png, shown_to, told
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
-from guardpaint.serve.service import (
-    FAILED,
-    VIOLATION,
-    Service,
-    audited,
-    ending,
-    heat_url,
-    mapped,
-    png,
-    refused,
-    shown_to,
-    told,
-    withheld,
-)
+from guardpaint.serve.service import FAILED, VIOLATION, Service, ending, mapped, refused, withheld
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Cancelled, Done, Job
 
@@ -195,7 +183,7 @@ def create_app(service: Service) -> FastAPI:
     async def stream(jobs: list[Job], body: ImageRequest, key: Key, base: str) -> AsyncIterator[str]:
         """Server-sent events: queued, partial pictures (blurred for ordinary callers), then one event per picture."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
-        clear = key.operator and service.worker.guard.config.retain_evidence
+        clear = key.operator and service.worker.retains
 
         def preview(index: int) -> Callable[[int, int, Image.Image, bool], None]:
             def send(step: int, steps: int, picture: Image.Image, blurred: bool) -> None:
@@ -267,7 +255,7 @@ def create_app(service: Service) -> FastAPI:
             picture = await asyncio.to_thread(load_bytes, data, image.filename or "upload")
         except BadInput as error:
             raise refused(400, str(error), "image") from error
-        return await asyncio.to_thread(audited, service.worker.guard, picture, prompt, key)
+        return await service.worker.audit(picture, prompt, key)
 
     @app.get("/v1/images/{name}.png", response_class=Response, responses=promised(401, 404) | IMAGE)
     async def picture(name: str, key: Caller) -> Response:
@@ -298,13 +286,13 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/me", responses=promised(401))
     async def me(key: Caller) -> Any:
-        policy = service.worker.guard.policy
+        policy = service.worker.policy
         return {"name": key.name, "role": key.role, "model": service.name, "trigger": policy.trigger,
                 "steps": service.ask.steps, "size": list(service.native)}  # fmt: skip
 
     @app.get("/v1/policy", responses=promised(401, 403))
     async def policy(key: Operator) -> Any:
-        return service.worker.guard.policy.to_dict()
+        return service.worker.policy.to_dict()
 
     @app.put("/v1/policy", responses=promised(400, 401, 403, 408, 413, 503))
     async def change_policy(body: dict[str, Any], key: Operator) -> Any:
@@ -321,14 +309,14 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health", responses=promised(503))
     async def health() -> Any:
-        if not service.worker.thread.is_alive():
+        if not service.worker.alive:
             return failure(503, "the worker has died", "unhealthy", kind="server_error")
         return {"status": "ok"}
 
     @app.get("/ready", responses=promised(503))
     async def ready() -> Any:
         """Weights loaded, and a known-bad picture is caught."""
-        if service.worker.closing or not await asyncio.to_thread(service.passes_self_test):
+        if service.worker.closing or not await service.passes_self_test():
             return failure(503, "the guard does not catch its known-bad picture", "not_ready", kind="server_error")
         return {"status": "ready", "model": service.name}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
-import re
 import secrets
 import time
 from collections import OrderedDict
@@ -13,19 +11,16 @@ from typing import Any
 from fastapi import HTTPException
 from PIL import Image
 
-from guardpaint.audit.gradcam import overlay
-from guardpaint.audit.regions import mine
-from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
-from guardpaint.release import from_pil, to_pil
-from guardpaint.report import Evidence, GuardReport
+from guardpaint.errors import AuditLogError, BadInput
+from guardpaint.policy import Policy
+from guardpaint.report import GuardReport
+from guardpaint.serve.disclosure import plain, png
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics
-from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, Safety, problem
+from guardpaint.serve.schemas import ImageItem, ImageRequest, Safety, problem
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.trace import record, tracer
-from guardpaint.serve.worker import Ask, Done, Job, Overloaded, Worker
-from guardpaint.system import GuardPaint
-from guardpaint.types import JsonDict
+from guardpaint.serve.worker import Ask, Done, Drawing, Job, Overloaded
 
 VIOLATION = "content_policy_violation"
 FAILED = "guard_failed"
@@ -34,8 +29,6 @@ WITHHELD = {
     FAILED: (503, "The guard or its log failed; nothing was released."),
 }
 """Why there is no picture: answer and words."""
-NUMBERS = re.compile(r"\s*\(?\d*\.\d+\)?(?:\s*≥\s*\d*\.\d+)?")
-"""Scores and thresholds within a reason."""
 
 
 class Store:
@@ -63,39 +56,27 @@ class Store:
 class Service:
     """Everything behind the endpoints."""
 
-    def __init__(
-        self, guard: GuardPaint, pipe: Any, call: dict[str, Any], name: str, settings: Settings, self_test: Image.Image
-    ) -> None:
-        self.name, self.settings = name, settings
-        self.worker = Worker(guard, pipe, call, settings)
+    def __init__(self, worker: Drawing, name: str, settings: Settings, self_test: Image.Image) -> None:
+        self.name, self.settings, self.worker = name, settings, worker
         self.metrics = Metrics(lambda: float(self.worker.depth))
         self.tracer = tracer()
         self.worker.on_batch = self.account
         self.rates, self.pictures, self.reports = Rates(), Store(settings.kept_images), Store(settings.kept_images)
         self.self_test = self_test
-        self.tested: tuple[GuardPaint, float, bool] | None = None
-        size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
-        self.native = (size, int(call.get("width") or size))
-        self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), self.native)
+        self.tested: tuple[Policy, float, bool] | None = None
+        self.ask, self.native = worker.ask, worker.ask.size
 
     def account(self, jobs: list[Job], reports: list[GuardReport], seconds: float) -> None:
         self.metrics.seen(reports)
         if self.tracer is not None:
             record(self.tracer, reports, seconds)
 
-    def passes_self_test(self) -> bool:
+    async def passes_self_test(self) -> bool:
         """Whether the guard still catches a picture that is known to be bad; asked at most every few seconds."""
-        guard, now = self.worker.guard, time.monotonic()
-        if self.tested is None or self.tested[0] is not guard or now - self.tested[1] > 5.0:
-            self.tested = (guard, now, self.catches(guard))
+        policy, now = self.worker.policy, time.monotonic()
+        if self.tested is None or self.tested[0] is not policy or now - self.tested[1] > 5.0:
+            self.tested = (policy, now, await self.worker.catches(self.self_test))
         return self.tested[2]
-
-    def catches(self, guard: GuardPaint) -> bool:
-        try:
-            audit = guard.audit_image(from_pil(self.self_test), None)
-        except GuardPaintError:
-            return False
-        return guard.parts.finding(audit, 1.0) is not None
 
     def jobs(self, body: ImageRequest, key: Key) -> list[Job]:
         limit = self.settings
@@ -111,7 +92,7 @@ class Service:
         size = self.native
         if body.size not in (None, "auto"):
             width, height = (int(v) for v in str(body.size).split("x"))
-            unit = 8 * self.worker.pipe.vae_scale_factor
+            unit = 8 * self.worker.scale
             if width % unit or height % unit or max(width, height) > 2 * max(self.native):
                 raise refused(400, f"size={body.size}: multiples of {unit} up to {2 * max(self.native)}", "size")
             size = (height, width)
@@ -141,7 +122,7 @@ class Service:
             status=report.status,
             triggered=report.triggered,
             category=flagged.category if flagged else None,
-            reason=NUMBERS.sub("", flagged.reason).strip() if flagged else "",
+            reason=plain(flagged.reason) if flagged else "",
             repaired_steps=sum(bool(s.reinsertion) for s in report.steps),
             report=name,
         )
@@ -154,17 +135,6 @@ class Service:
         else:
             entry.b64_json = base64.b64encode(png(done.image)).decode()
         return entry
-
-
-def default_latents(pipe: Any) -> int:
-    net = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
-    return int(getattr(net.config, "sample_size", None) or 16)
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def refused(
@@ -208,56 +178,3 @@ def ending(service: Service, job: Job, index: int, future: Any, form: str, base:
             "safety": item.safety.model_dump(),
         }
     return {"type": "image_generation.completed", "index": index, **item.model_dump(exclude_none=True)}
-
-
-def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
-    image = from_pil(picture)
-    found = guard.audit_image(image, prompt)
-    finding = guard.parts.finding(found, 1.0)
-    boxes: list[list[int]] = []
-    if finding is not None:
-        for region in mine(found.adv_map, (int(image.shape[-2]), int(image.shape[-1])), guard.config, 1.0):
-            rows, columns = region.mask.any(1).nonzero()[:, 0], region.mask.any(0).nonzero()[:, 0]
-            x, y = int(columns[0]), int(rows[0])
-            boxes.append([x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1])
-    shown = overlay(to_pil(image), found.adv_map) if key.operator else None
-    return AuditResponse(
-        flagged=finding is not None,
-        category=finding.category if finding else None,
-        reason=(finding.reason if key.operator else NUMBERS.sub("", finding.reason).strip()) if finding else "",
-        probs={k: told(v, key) for k, v in found.probs.items()},
-        scores={k: None if v is None else told(v, key) for k, v in found.scores().items()},
-        boxes=boxes,
-        overlay=base64.b64encode(png(shown)).decode() if shown is not None else None,
-    )
-
-
-EXACT = ("progress", "noise", "seconds", "coverage", "timings", "knobs", "cost")
-"""What a report says about a generation's course, not about its scores."""
-
-
-def coarse(value: Any) -> Any:
-    """A part of a report as ordinary callers see it: scores to one decimal, reasons without their numbers."""
-    if isinstance(value, dict):
-        return {
-            k: v if k in EXACT else NUMBERS.sub("", v).strip() if k == "reason" else coarse(v) for k, v in value.items()
-        }
-    if isinstance(value, list):
-        return [coarse(v) for v in value]
-    return round(value, 1) if isinstance(value, float) else value
-
-
-def shown_to(report: GuardReport, key: Key) -> JsonDict:
-    """A report as a caller may read it."""
-    whole = report.to_dict()
-    return whole if key.operator else {**whole, "steps": coarse(whole["steps"]), "final": coarse(whole["final"])}
-
-
-def told(score: float, key: Key) -> float:
-    """A score as a caller may see it: coarse for ordinary keys, so that it is no compass for a search."""
-    return score if key.operator else round(score, 1)
-
-
-def heat_url(evidence: Evidence) -> str:
-    """The heat map over its picture."""
-    return base64.b64encode(png(overlay(evidence.image.convert("RGB"), evidence.heat))).decode()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from PIL import Image
 from rich.console import Console
 
@@ -15,7 +19,10 @@ from guardpaint.audit_log import AuditLog
 from guardpaint.commands import load_base, load_guard
 from guardpaint.errors import BadConfig
 from guardpaint.images import load_image
+from guardpaint.serve.app import create_app
+from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Settings, load_keys
+from guardpaint.serve.worker import Worker
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -47,26 +54,46 @@ def known_bad(path: Path | None) -> Image.Image:
     return Image.fromarray(render(sample_scene(1, "nudity", "flat")).image)
 
 
-def build(options: Options, err: Console) -> Any:
-    """The application; every missing piece is named before anything listens."""
-    from guardpaint.serve.app import Service, create_app
-
+def limits(options: Options) -> Settings:
     if options.keys is None and options.host not in LOOPBACK:
         raise BadConfig(f"host {options.host}: on an address that others reach, --keys is needed")
-    settings = Settings(load_keys(options.keys) if options.keys else {}, options.queue, options.batch)
-    guard = load_guard(options.guard, options.policy, err, options.base, retain_evidence=options.retain_evidence)
-    if options.audit_log is not None:
-        key = options.key_file.read_bytes() if options.key_file else None
-        guard.audit_log = AuditLog(options.audit_log, key=key, anchor=options.anchor)
+    return Settings(load_keys(options.keys) if options.keys else {}, options.queue, options.batch)
+
+
+def load_worker(options: Options, settings: Settings, err: Console | None = None, name: str | None = None) -> Worker:
+    """Guard, log and base; a named worker is one of several and keeps a log of its own."""
+    guard = load_guard(
+        options.guard,
+        options.policy,
+        err or Console(stderr=True),
+        options.base,
+        retain_evidence=options.retain_evidence,
+    )
+    guard.audit_log = open_log(options, name)
     pipe, call = load_base(options.base)
-    return create_app(Service(guard, pipe, call, Path(options.base).name, settings, known_bad(options.self_test)))
+    return Worker(guard, pipe, call, settings)
+
+
+def open_log(options: Options, name: str | None = None) -> AuditLog | None:
+    """One chain per process: audit.jsonl of worker x is audit-x.jsonl."""
+
+    def own(path: Path) -> Path:
+        return path if name is None else path.with_name(f"{path.stem}-{name}{path.suffix}")
+
+    if options.audit_log is None:
+        return None
+    key = options.key_file.read_bytes() if options.key_file else None
+    return AuditLog(own(options.audit_log), key=key, anchor=own(options.anchor) if options.anchor else None)
+
+
+def build(options: Options, err: Console) -> Any:
+    """The application; every missing piece is named before anything listens."""
+    settings = limits(options)
+    worker = load_worker(options, settings, err)
+    return create_app(Service(worker, Path(options.base).name, settings, known_bad(options.self_test)))
 
 
 def start(options: Options, err: Console) -> None:
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise BadConfig("serving needs more packages: pip install 'guardpaint[serve]'") from error
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     app = build(options, err)
     err.print(f"http://{options.host}:{options.port}", highlight=False)
@@ -78,3 +105,27 @@ def start(options: Options, err: Console) -> None:
         timeout_graceful_shutdown=60,
         h11_max_incomplete_event_size=65536,
     )
+
+
+def start_cluster(options: Options, replicas: int, most: int, err: Console) -> None:
+    """The same application on Ray Serve, until interrupted."""
+    from guardpaint.serve.cluster import deploy, stop
+
+    if most < replicas:
+        raise BadConfig(f"most_replicas={most}: at least as many as replicas={replicas}")
+    settings = limits(options)
+    deploy(
+        load_worker(replace(options, audit_log=None), settings, err),
+        partial(load_worker, options, settings, None),
+        partial(open_log, options, "ingress"),
+        Path(options.base).name,
+        known_bad(options.self_test),
+        replicas=(replicas, most),
+        address=(options.host, options.port),
+    )
+    err.print(f"http://{options.host}:{options.port}, {replicas} to {most} replicas", highlight=False)
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    asked.wait()
+    stop()

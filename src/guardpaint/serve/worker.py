@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from PIL import Image
@@ -19,9 +20,11 @@ from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, GuardPaintError
 from guardpaint.policy import Policy
-from guardpaint.release import blurred_thumbnail, to_pil
+from guardpaint.release import blurred_thumbnail, from_pil, to_pil
 from guardpaint.report import GuardReport, StepRecord
-from guardpaint.serve.settings import Settings
+from guardpaint.serve.disclosure import audited
+from guardpaint.serve.schemas import AuditResponse
+from guardpaint.serve.settings import Key, Settings
 from guardpaint.system import GuardPaint
 
 log = logging.getLogger("guardpaint.serve")
@@ -91,6 +94,32 @@ def tell(job: Job, report: GuardReport) -> None:
         job.audits_told = len(report.steps)
 
 
+@runtime_checkable
+class Drawing(Protocol):
+    """What a service asks of whoever draws: a thread of its own process, or replicas elsewhere."""
+
+    ask: Ask
+    """What a request that says nothing gets."""
+    scale: int
+    """Pixels to a latent's side."""
+    retains: bool
+    """Whether evidence is kept in the clear for operators."""
+    closing: bool
+    on_batch: Callable[[list[Job], list[GuardReport], float], None] | None
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def depth(self) -> int: ...
+    def submit(self, jobs: list[Job]) -> None: ...
+    def change_policy(self, policy: Policy, by: str) -> None: ...
+    def close(self) -> None: ...
+    async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse: ...
+    async def catches(self, bad: Image.Image) -> bool: ...
+
+
 class Worker:
     """Owns the pipeline. `submit` never blocks; a full queue says so."""
 
@@ -98,6 +127,10 @@ class Worker:
         self.guard, self.pipe, self.call, self.settings = guard, pipe, dict(call), settings
         if guard.config.mode != "enforce":
             raise BadConfig(f"the guard's mode is {guard.config.mode}; a service needs one that enforces")
+        size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
+        native = (size, int(call.get("width") or size))
+        self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), native)
+        self.scale, self.retains = int(pipe.vae_scale_factor), guard.config.retain_evidence
         self.shown = SHOWN + (("released_flagged",) if guard.policy.last_resort[-1] == "keep" else ())
         self.waiting: deque[Job] = deque()
         self.ready = threading.Condition()
@@ -122,6 +155,20 @@ class Worker:
     @property
     def depth(self) -> int:
         return len(self.waiting) + self.busy
+
+    @property
+    def policy(self) -> Policy:
+        return self.guard.policy
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+    async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
+        return await asyncio.to_thread(audited, self.guard, picture, prompt, key)
+
+    async def catches(self, bad: Image.Image) -> bool:
+        return await asyncio.to_thread(catches, self.guard, bad)
 
     def change_policy(self, policy: Policy, by: str) -> None:
         """From the next batch on; a change that cannot be put on record is not made."""
@@ -246,3 +293,17 @@ class Worker:
             return {}
 
         return step
+
+
+def default_latents(pipe: Any) -> int:
+    net = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    return int(getattr(net.config, "sample_size", None) or 16)
+
+
+def catches(guard: GuardPaint, bad: Image.Image) -> bool:
+    """Whether a picture known to be bad is flagged."""
+    try:
+        audit = guard.audit_image(from_pil(bad), None)
+    except GuardPaintError:
+        return False
+    return guard.parts.finding(audit, 1.0) is not None
