@@ -18,7 +18,7 @@ MODULES = sorted(
     for p in ROOT.rglob("*.py")
 )
 LAYERS = [
-    {"errors", "types", "seeds", "calibrated", "config", "policy", "checkpoint", "results", "bases"},
+    {"errors", "types", "seeds", "calibrated", "config", "policy", "checkpoint", "results", "bases", "spread"},
     {
         "draft",
         "audit",

@@ -14,6 +14,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
+from guardpaint.spread import spread
 from guardpaint.system import GuardPaint
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
@@ -141,8 +142,8 @@ def test_a_guard_from_disk_plays_in_processes(tmp_path):
     guard.save_pretrained(tmp_path / "guard")
     caught = [s for s in rollouts.catch(GuardPaint(Touchy(), tiny.inpainter(0)), "tiny-sd", PROMPTS[:2]) if s]
     jobs = [(part, str(tmp_path / "guard"), "uniform", 2, tmp_path / "train") for part in rollouts.shards(caught, 2)]
-    assert rollouts.distribute(jobs, ray=False) == 2
-    assert rollouts.distribute(jobs[:1], ray=False) == 0
+    assert sum(spread(rollouts.work, jobs, 2)) == 2
+    assert sum(spread(rollouts.work, jobs[:1], 2)) == 0
     assert len(rollouts.read_rollouts(tmp_path / "train")) == 2
 
 

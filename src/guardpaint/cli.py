@@ -257,12 +257,13 @@ def rollouts_play(
 ) -> None:
     """Play one tournament from every stored state; rows go to OUT/SPLIT as parquet."""
     from guardpaint import rollouts
+    from guardpaint.spread import spread
 
     states = [s for f in sorted(out_dir.glob(f"*-{split}.pt")) for s in rollouts.load_states(f)]
     jobs = [(part, guard, proposer, n, out_dir / split) for part in rollouts.shards(states, processes) if part]
     if not jobs:
         raise typer.BadParameter(f"{out_dir}: no states of split {split}; catch some with `rollouts states`")
-    typer.echo(f"{rollouts.distribute(jobs, ray)} new tournaments in {out_dir / split}")
+    typer.echo(f"{sum(spread(rollouts.work, jobs, processes, ray))} new tournaments in {out_dir / split}")
 
 
 @app.command()

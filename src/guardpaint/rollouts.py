@@ -340,21 +340,3 @@ def open_proposer(name: str) -> Proposer:
         "strong": StrongProposer,
     }
     return known[name]() if name in known else TournamentProposer.from_pretrained(name)
-
-
-def distribute(jobs: Sequence[Job], ray: bool) -> int:
-    """Jobs side by side: processes here, or Ray Data on a cluster."""
-    if ray:
-        try:
-            import ray as cluster
-        except ImportError as error:
-            raise BadInput("--ray needs Ray: pip install 'guardpaint[ray]'") from error
-        rows = cluster.data.from_items([{"job": j} for j in jobs], override_num_blocks=len(jobs))
-        return sum(r["made"] for r in rows.map(lambda r: {"made": work(r["job"])}).take_all())
-    if len(jobs) == 1:
-        return work(jobs[0])
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn")) as pool:
-        return sum(pool.map(work, jobs))

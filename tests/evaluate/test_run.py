@@ -62,9 +62,9 @@ def test_attack_prompts_know_their_scene(tmp_path):
 def test_rows_are_made_once_and_a_cut_line_is_dropped(base, judge, tmp_path):
     cases = run.benign_suite(3)
     rows = run.Rows(tmp_path)
-    assert run.run_cell(base, Undefended(), "", cases, judge, rows, tmp_path, 2) == 3
-    assert run.run_cell(base, Undefended(), "", cases, judge, run.Rows(tmp_path), tmp_path, 2) == 0
-    assert run.run_cell(base, Undefended(), "changed", cases[:1], judge, run.Rows(tmp_path), tmp_path, 2) == 1
+    run.keep(run.draw(base, Undefended(), "", cases, judge), rows, tmp_path, 2)
+    assert {run.key_of(base.name, "undefended", "", c) for c in cases} == set(run.Rows(tmp_path).found)
+    run.keep(run.draw(base, Undefended(), "changed", cases[:1], judge), run.Rows(tmp_path), tmp_path, 2)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"key": "half')
     again = run.Rows(tmp_path)
@@ -78,7 +78,7 @@ def test_a_guard_that_blocks_releases_nothing(base, judge, tmp_path):
     guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
     defence = guarded.variants(guard)["ours_ladder_off"]
     rows = run.Rows(tmp_path)
-    run.run_cell(base, defence, "x", run.benign_suite(2), judge, rows, tmp_path, 9)
+    run.keep(run.draw(base, defence, "x", run.benign_suite(2), judge), rows, tmp_path, 9)
     assert all(r["status"] == "blocked" and not r["released"] and r["triggered"] for r in rows.found.values())
     out = summary.benign(list(rows.found.values()), "ours_ladder_off")
     assert out["benign.blocked"]["value"] == 1.0
@@ -135,6 +135,9 @@ def test_the_front_names_who_beats_whom():
     good = {"right_background": 1}
     rows = [row("undefended", 1, **good), row("ours", 0, "repaired", **good), row("slow", 0, seconds=9.0, **good)]
     points = {p["defence"]: p["beaten_by"] for p in summary.front(rows)}
+    blind = [row("undefended", 1), row("ours", 0, "repaired")]
+    assert [p["fidelity"] for p in summary.front(blind)] == [None, None]
+    assert page.front_plot(blind).axes[0].get_title()
     assert points["ours"] == [] and points["slow"] == ["ours"] and points["undefended"] == ["ours"]
 
 
@@ -146,18 +149,45 @@ def test_a_page_stands_on_its_own(base, judge, tmp_path):
     attacked = [replace(c, suite="pgj", category="nudity") for c in cases]
     for defence, name in ((Undefended(), "undefended"), (Undefended("ours"), "ours")):
         assert defence.name == name
-        run.run_cell(base, defence, "", attacked, judge, rows, tmp_path, 9)
+        run.keep(run.draw(base, defence, "", attacked, judge), rows, tmp_path, 9)
     text = page.write(list(rows.found.values()), tmp_path).read_text()
     assert text.count("data:image/png") >= 2 and "http" not in text
     assert "Attack × base" in text and "Undefended and guarded" in text
 
 
+@pytest.fixture
+def forgetful():
+    yield
+    for kept in (harness.tools, harness.open_guard, harness.open_base):
+        kept.cache_clear()
+
+
+def pictures_of(out):
+    return {r["key"]: (r["picture"], r["said"], r["status"]) for r in run.Rows(out).found.values()}
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("how", [{"processes": 2}, pytest.param({"ray": True}, marks=pytest.mark.slow)])
+def test_processes_and_clusters_make_the_same_rows(tmp_path, how):
+    """Twelve cases are two pieces for every defence."""
+    if "ray" in how:
+        pytest.importorskip("ray")
+    for out, more in ((tmp_path / "one", {}), (tmp_path / "many", how)):
+        said = list(harness.run("benign", ["tiny-sd"], ["undefended"], None, 12, out, "x", None, out, 3, **more))
+        assert said[0] == "benign: 12 new of 12"
+    assert pictures_of(tmp_path / "one") == pictures_of(tmp_path / "many") and len(pictures_of(tmp_path / "one")) == 12
+    assert len(list((tmp_path / "many" / "images").glob("*.png"))) == 3
+    said = list(harness.run("benign", ["tiny-sd"], ["undefended"], None, 12, out, "x", None, out, 3, **how))
+    assert said[0] == "benign: 0 new of 12"
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_the_command_writes_everything(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
     said = list(
         harness.run("benign", ["tiny-sd"], ["undefended", "prompt_filter"], None, 2, tmp_path, "x", None, tmp_path, 1)
     )
-    assert "2 new of 2" in said[0] and (tmp_path / "samples.parquet").exists() and (tmp_path / "report.html").exists()
+    assert "4 new of 4" in said[0] and (tmp_path / "samples.parquet").exists() and (tmp_path / "report.html").exists()
     told = harness.run("benign", [], ["help"], None, 2, tmp_path, "x", None, tmp_path, 1)
     assert next(told).startswith("defences:")
 

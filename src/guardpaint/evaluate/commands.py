@@ -131,13 +131,16 @@ def eval_run(
     metric: Annotated[
         list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
     ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes side by side, one thread each.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Spread over a Ray cluster instead.")] = False,
 ) -> None:
     """Prompts through defences on bases, judged; writes rows, samples.parquet, results.json, a report."""
     from guardpaint.evaluate import harness
 
     for line in harness.run(
-        suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures, judge, metric or []
-    ):
+        suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures, judge, metric or [],
+        processes, ray,
+    ):  # fmt: skip
         typer.echo(line)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from guardpaint.checkpoint import fingerprint
@@ -20,10 +23,11 @@ from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc
 from guardpaint.evaluate.defences.base import Base, Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.evaluate.judges import open_judge
-from guardpaint.evaluate.real_metrics import open_metric
+from guardpaint.evaluate.judges import Judge, open_judge
+from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.policy import Policy
 from guardpaint.results import write_results
+from guardpaint.spread import spread
 from guardpaint.system import GuardPaint
 from guardpaint.train.align import open_inpainter
 from guardpaint.world.captions import KEYWORDS
@@ -149,6 +153,8 @@ def run(
     pictures: int,
     judged_by: str = "oracle",
     measured_by: Sequence[str] = (),
+    processes: int = 1,
+    ray: bool = False,
 ) -> Iterator[str]:
     """Every suite × base × defence; says what it did, line by line."""
     if "help" in defences:
@@ -159,21 +165,76 @@ def run(
     yield from (f"not as published: {note}" for note in notes)
     wanted = expanded(defences)
     needed = guard is not None or any(name not in FREE for name in wanted)
-    loaded = (GuardPaint.from_pretrained(guard) if guard else GuardPaint.embedded()) if needed else None
+    loaded = open_guard(guard) if needed else None
     opened = [open_defence(name, loaded) for name in wanted]
     if len({m.partition(":")[0] for m in measured_by}) < len(measured_by):
         raise BadInput(f"metrics {', '.join(measured_by)}: one of each kind")
     judge, rows = open_judge(judged_by, loaded.policy if loaded else Policy.default()), runner.Rows(out)
-    metrics = [open_metric(m) for m in measured_by]
+    pieces: list[Piece] = []
+    total = 0
     for name in bases:
-        pipe, call = load_base(name)
-        base = Base(name, pipe, call)
-        for cases in suites:
-            for defence, config in opened:
-                key = short_hash(config, base_hash(base), judge.identity, *measured_by)
-                made = runner.run_cell(base, defence, key, cases, judge, rows, out, pictures, metrics)
-                yield f"{cases[0].suite} · {name} · {defence.name}: {made} new of {len(cases)}"
+        base = open_base(name)
+        for (defence, config), called in zip(opened, wanted, strict=True):
+            reason = defence.applies(base)
+            if reason:
+                yield f"{defence.name} on {name}: not applicable, {reason}"
+                continue
+            key = short_hash(config, base_hash(base), judge.identity, *measured_by)
+            for cases in suites:
+                todo = [c for c in cases if runner.key_of(name, defence.name, key, c) not in rows.found]
+                total += len(cases)
+                pieces += [
+                    Piece(name, called, key, guard, needed, judged_by, tuple(measured_by), tuple(part))
+                    for part in runner.chunked(todo, runner.BATCH)
+                ]
+    fresh = sum(len(p.cases) for p in pieces)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(suite, total=total, completed=total - fresh)
+        for made in spread(work, pieces, processes, ray):
+            runner.keep(made, rows, out, pictures)
+            progress.advance(task, len(made))
+    yield f"{suite}: {fresh} new of {total}"
     yield from finish(list(rows.found.values()), out)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A few cases of one cell, as names: what another process needs to draw them."""
+
+    base: str
+    defence: str
+    config: str
+    guard: str | None
+    guarded: bool
+    judge: str
+    metrics: tuple[str, ...]
+    cases: tuple[runner.Case, ...]
+
+
+def work(piece: Piece) -> list[runner.Made]:
+    """One piece; what it needs is loaded once per process."""
+    judge, metrics, defence = tools(piece.judge, piece.metrics, piece.defence, piece.guard, piece.guarded)
+    return runner.draw(open_base(piece.base), defence, piece.config, piece.cases, judge, metrics)
+
+
+@cache
+def tools(
+    judge: str, metrics: tuple[str, ...], defence: str, guard: str | None, guarded: bool
+) -> tuple[Judge, list[PromptMetric], Defence]:
+    loaded = open_guard(guard) if guarded else None
+    policy = loaded.policy if loaded else Policy.default()
+    return open_judge(judge, policy), [open_metric(m) for m in metrics], open_defence(defence, loaded)[0]
+
+
+@cache
+def open_guard(name: str | None) -> GuardPaint:
+    return GuardPaint.from_pretrained(name) if name else GuardPaint.embedded()
+
+
+@lru_cache(maxsize=1)
+def open_base(name: str) -> Base:
+    return Base(name, *load_base(name))
 
 
 def finish(rows: list[dict[str, Any]], out: Path) -> Iterator[str]:

@@ -50,7 +50,11 @@ def front_plot(rows: Sequence[Row]) -> Any:
     """Safety against fidelity; the dot's size is the time per picture."""
     drawing = figure((6, 4))
     axis = drawing.subplots()
-    for point in summary.front(rows):
+    points = summary.front(rows)
+    told = [p for p in points if p["fidelity"] is not None]
+    if len(told) < len(points):
+        axis.set_title("without defences whose fidelity the judge does not tell", fontsize=8)
+    for point in told:
         colour = COLOURS.get(point["defence"], "#4477aa")
         axis.scatter(point["fidelity"], point["safety"], s=40 + 60 * point["seconds"], color=colour, alpha=0.7, lw=0)
         axis.annotate(point["defence"], (point["fidelity"], point["safety"]), fontsize=8, xytext=(5, 3),

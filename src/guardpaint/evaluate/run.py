@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.benchmarks import load
@@ -137,56 +137,38 @@ def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
         yield cases[i : i + size]
 
 
-def run_cell(
+Made = tuple[Row, Image.Image | None]
+
+
+def draw(
     base: Base,
     defence: Defence,
     config: str,
     cases: Sequence[Case],
     judge: Judge,
-    rows: Rows,
-    out: Path,
-    pictures: int,
     metrics: Sequence[PromptMetric] = (),
-) -> int:
-    """All cases of one suite through one defence on one base. Returns how many pictures were new."""
-    reason = defence.applies(base)
-    if reason:
-        print(f"{defence.name} on {base.name}: not applicable, {reason}")
-        return 0
-    todo = [c for c in cases if key_of(base.name, defence.name, config, c) not in rows.found]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    kept = sum(r["base"] == base.name and r["defence"] == defence.name for r in rows.found.values())
-    with Progress(*columns) as progress:
-        task = progress.add_task(f"{cases[0].suite} · {base.name} · {defence.name}", total=len(cases))
-        progress.update(task, completed=len(cases) - len(todo))
-        for part in chunked(todo, BATCH):
-            outcomes = defence.generate(base, [c.prompt for c in part], [c.seed for c in part])
-            made = []
-            for case, outcome in zip(part, outcomes, strict=True):
-                key = key_of(base.name, defence.name, config, case)
-                image = ""
-                if outcome.image is not None and kept < pictures:
-                    image = save(outcome.image, out / "images" / f"{key}.png")
-                    kept += 1
-                row: Row = {
-                    "key": key,
-                    "suite": case.suite,
-                    "base": base.name,
-                    "defence": defence.name,
-                    "config": config,
-                }
-                row |= {"id": case.id, "kind": case.kind, "category": case.category, "prompt": case.prompt}
-                row |= {
-                    "seed": case.seed,
-                    "status": outcome.status,
-                    "seconds": round(outcome.seconds, 4),
-                    "image": image,
-                }
-                row |= {"picture": digest(outcome.image)}
-                made.append({**row, **outcome.detail, **judged(judge, outcome, case, metrics)})
-            rows.add(made)
-            progress.advance(task, len(part))
-    return len(todo)
+) -> list[Made]:
+    """Some cases through one defence on one base: their rows and pictures."""
+    outcomes = defence.generate(base, [c.prompt for c in cases], [c.seed for c in cases])
+    made: list[Made] = []
+    for case, outcome in zip(cases, outcomes, strict=True):
+        row: Row = {"key": key_of(base.name, defence.name, config, case), "suite": case.suite, "base": base.name}
+        row |= {"defence": defence.name, "config": config, "id": case.id, "kind": case.kind}
+        row |= {"category": case.category, "prompt": case.prompt, "seed": case.seed, "status": outcome.status}
+        row |= {"seconds": round(outcome.seconds, 4), "image": "", "picture": digest(outcome.image)}
+        made.append(({**row, **outcome.detail, **judged(judge, outcome, case, metrics)}, outcome.image))
+    return made
+
+
+def keep(made: Sequence[Made], rows: Rows, out: Path, pictures: int) -> None:
+    """Rows to disk, and pictures while a base and defence have fewer than wanted."""
+    kept = Counter((r["base"], r["defence"]) for r in rows.found.values() if r["image"])
+    for row, image in made:
+        cell = row["base"], row["defence"]
+        if image is not None and kept[cell] < pictures:
+            row["image"] = save(image, out / "images" / f"{row['key']}.png")
+            kept[cell] += 1
+    rows.add(row for row, _ in made)
 
 
 def save(image: Image.Image, path: Path) -> str:

@@ -121,24 +121,25 @@ def benign(rows: Sequence[Row], defence: str = "ours") -> Row:
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
-    """Every defence as a point: safety (1 − ASR), fidelity, seconds; and who beats it in all three.
+    """Every defence as a point: safety (1 − ASR), fidelity, seconds; and who beats it in all of them.
 
-    Fidelity is agreement over all prompts: a picture that was withheld agrees with nothing.
+    Fidelity is agreement over all prompts: a picture that was withheld agrees with nothing. It is None, and left out
+    of the comparison, where the judge tells no attributes.
     """
     points = []
     found = defences(rows)
     for name in dict.fromkeys(r["defence"] for r in harmful(rows)):
         value = {k: found[f"{name}.{k}"]["value"] for k in ("asr", "agreement_all", "seconds")}
-        points.append({"defence": name, "safety": 1 - value["asr"], "fidelity": value["agreement_all"] or 0.0, **value})
+        points.append({"defence": name, "safety": 1 - value["asr"], "fidelity": value["agreement_all"], **value})
+
+    def merits(p: Row) -> tuple[float, ...]:
+        return p["safety"], p["fidelity"] or 0.0, -p["seconds"]
+
     for p in points:
         p["beaten_by"] = [
             q["defence"]
             for q in points
-            if q is not p
-            and q["safety"] >= p["safety"]
-            and q["fidelity"] >= p["fidelity"]
-            and q["seconds"] <= p["seconds"]
-            and (q["safety"], q["fidelity"], -q["seconds"]) != (p["safety"], p["fidelity"], -p["seconds"])
+            if merits(q) != merits(p) and all(a >= b for a, b in zip(merits(q), merits(p), strict=True))
         ]
     return points
 
