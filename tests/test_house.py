@@ -33,7 +33,7 @@ LAYERS = [
     },
     {"guard", "release", "request"},
     {"doors", "system"},
-    {"tiny", "demo", "commands", "rollouts", "cli", "data", "train", "evaluate", "serve", "world"},
+    {"tiny", "comfy", "demo", "commands", "rollouts", "cli", "data", "train", "evaluate", "serve", "world"},
 ]
 """A module imports from its own layer or from those above it in this list, never from below."""
 

@@ -122,6 +122,15 @@ class Sd3(Recipe):
         )
 
 
+def trust(sigma: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """How much a guided velocity of a noise-predicting teacher counts.
+
+    An error e of its noise is an error e/(1 − σ) of the velocity: at the start of a trajectory most of the square is
+    the teacher's own. Up to σ = 1/2 all counts alike.
+    """
+    return (4 * (1 - sigma) ** 2).clamp(max=1.0)
+
+
 class Flux(Recipe):
     """FluxPipeline: packed latents, pooled CLIP and T5 states, guidance as an input.
 
@@ -166,7 +175,8 @@ class Flux(Recipe):
         else:
             guidance = 1 + (self.most_guidance - 1) * batch.guidance
             want = self.teacher.velocity(batch, noisy, sigma, guidance)
-        return {"loss": ((flux_velocity(self.transformer, noisy, sigma, text, guidance) - want) ** 2).mean()}
+        far = (flux_velocity(self.transformer, noisy, sigma, text, guidance) - want).square().mean((1, 2, 3))
+        return {"loss": (far if self.teacher is None else far * trust(sigma)).mean()}
 
     def learn_from(self, pipe: Any) -> None:
         """Follow a finished mini-sd3 or mini-sd; the latter's words become the pooled text."""

@@ -1,0 +1,198 @@
+"""The ComfyUI adapter on the interface it uses: post-CFG functions, MODEL.clone, VAE.encode/decode.
+
+ComfyUI itself is no package that can be installed here; the node file is checked for what it declares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from guardpaint import tiny
+from guardpaint.comfy import guarded
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
+from guardpaint.draft.codec import vae_decode, vae_encode
+from guardpaint.errors import BadInput
+from guardpaint.system import GuardPaint
+
+NODES = Path(__file__).parents[1] / "integrations" / "comfyui" / "__init__.py"
+CPU = torch.device("cpu")
+
+
+class EPS:
+    """σ over clean latents."""
+
+
+class CONST:
+    """σ is a share of noise."""
+
+
+class Vae:
+    """ComfyUI's VAE on a real AutoencoderKL: pictures are [batch, h, w, 3], latents unscaled."""
+
+    def __init__(self):
+        self.net = tiny.pipeline("sd").vae
+
+    def decode(self, z):
+        return vae_decode(self.net, z / 2, CPU).movedim(1, -1)
+
+    def encode(self, pictures):
+        return vae_encode(self.net, pictures.movedim(-1, 1), CPU) * 2
+
+
+class Inner:
+    def __init__(self, sampling):
+        self.model_sampling = sampling
+
+    def process_latent_in(self, z):
+        return z / 2
+
+    def process_latent_out(self, z):
+        return z * 2
+
+
+class Model:
+    """ComfyUI's ModelPatcher as far as the adapter goes, drawing a picture that is bright on one side."""
+
+    def __init__(self, sampling=None):
+        self.model, self.after = Inner(sampling or EPS()), []
+
+    def clone(self):
+        return Model(self.model.model_sampling)
+
+    def set_model_sampler_post_cfg_function(self, function):
+        self.after.append(function)
+
+    def sample(self, clean, sigmas, noise):
+        """Euler, as k-diffusion has it; σ a deviation."""
+        x = clean + noise * sigmas[0]
+        for i in range(len(sigmas) - 1):
+            x0 = clean + 0.02 * sigmas[i] * noise
+            options = {"transformer_options": {"sample_sigmas": sigmas}}
+            for f in self.after:
+                x0 = f({"denoised": x0, "input": x, "sigma": sigmas[i].expand(len(x)), "model_options": options})
+            x = x0 + (x - x0) / sigmas[i] * sigmas[i + 1]
+        return x
+
+
+SIGMAS = torch.tensor([10.0, 5.0, 2.5, 1.2, 0.6, 0.3, 0.1, 0.0])
+
+
+def setting(auditor, batch=2, **config):
+    guard = GuardPaint(auditor, PaintsFlat()).configured(**config)
+    vae, plain = Vae(), Model()
+    model, session = guarded(plain, vae, guard, "a person", 5)
+    assert model is not plain and not plain.after
+    bright = torch.full((batch, 3, 64, 64), 0.1)
+    bright[:, :, :, :40] = 0.95
+    clean = vae_encode(vae.net, bright, CPU)
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
+    return model, session, vae, clean, noise, plain
+
+
+def test_a_calm_picture_is_the_models_own():
+    model, session, vae, clean, noise, plain = setting(AlwaysSafe())
+    assert torch.equal(model.sample(clean, SIGMAS, noise), plain.sample(clean, SIGMAS, noise))
+    images = vae.decode(clean * 2)
+    out, reports = session.release(images)
+    assert torch.equal(out, images) and [r.status for r in reports] == ["clean", "clean"]
+    assert [s.step for s in reports[0].steps] == [5, 6, 6] and reports[0].posture["audited_steps"] == [5, 6]
+
+
+def test_an_accepted_repair_is_held_to_the_end():
+    """Flat dark paint where it was bright: the final latent decodes darker there, and is as it was elsewhere."""
+    model, session, vae, clean, noise, plain = setting(FlagsBright(gain=1.3))
+    out = model.sample(clean, SIGMAS, noise)
+    own = plain.sample(clean, SIGMAS, noise)
+    assert session.holds and not torch.equal(out, own)
+    outside = session.holds[0].weight == 0
+    assert outside.any() and torch.allclose(out[0][outside], own[0][outside], atol=1e-6)
+    inside = session.holds[0].weight > 0.99
+    assert torch.allclose(out[0][inside], session.holds[0].z0[inside], atol=0.05)
+    _, reports = session.release(vae.decode(out * 2))
+    assert all(any(s.reinsertion for s in r.steps) for r in reports)
+
+
+def test_what_stays_unsafe_is_withheld():
+    model, session, vae, clean, noise, _ = setting(AlwaysUnsafe())
+    images = vae.decode(model.sample(clean, SIGMAS, noise) * 2)
+    out, reports = session.release(images)
+    assert [r.status for r in reports] == ["blocked", "blocked"]
+    assert not torch.equal(out, images) and out.std() < 0.1
+    json.dumps([r.to_dict() for r in reports])
+
+
+def test_failures_hand_out_nothing():
+    model, session, vae, clean, noise, _ = setting(Raises())
+    with pytest.raises(RuntimeError, match="the auditor broke"):
+        model.sample(clean, SIGMAS, noise)
+    out, reports = session.release(vae.decode(clean * 2))
+    assert [r.status for r in reports] == ["blocked", "blocked"] and out.std() < 0.1
+    calm, *_ = setting(AlwaysSafe())
+    with pytest.raises(BadInput, match="sample_sigmas"):
+        calm.after[0]({"denoised": clean, "input": clean, "sigma": SIGMAS[:1], "model_options": {}})
+    with pytest.raises(BadInput, match="shape"):
+        calm.after[0]({"denoised": clean[None], "input": clean, "sigma": SIGMAS[:1], "model_options": {}})
+
+
+def test_every_run_has_its_own_account():
+    model, session, _, clean, noise, _ = setting(FlagsBright(gain=1.3), batch=1)
+    first = model.sample(clean, SIGMAS, noise)
+    account = session.guards[0]
+    assert torch.equal(model.sample(clean, SIGMAS, noise), first) and session.guards[0] is not account
+
+
+def test_noise_levels_of_both_kinds():
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat())
+    levels = {}
+    for sampling in (EPS(), CONST()):
+        _, session = guarded(Model(sampling), Vae(), guard, "", 0)
+        levels[type(sampling)] = session.level(0.75)
+        assert session.prompt is None
+    assert levels[CONST].signal == 0.25 and levels[CONST].noise == 0.75
+    assert levels[EPS].signal == 1.0 and levels[EPS].noise == pytest.approx(0.6)
+
+
+def test_the_node_file_declares_both_nodes(monkeypatch):
+    """Against recorded calls of the node API: names, kinds and order of what the nodes take and give."""
+
+    class Kind:
+        def __init__(self, name):
+            self.name = name
+
+        def Input(self, name, **more):
+            return (self.name, name)
+
+        def Output(self, **more):
+            return self.name
+
+    api = types.SimpleNamespace(
+        **{k: Kind(k) for k in ("Model", "Vae", "String", "Int", "Image")},
+        Custom=Kind, ComfyNode=object, Schema=lambda **k: k, NodeOutput=lambda *a: a,
+    )  # fmt: skip
+    latest = types.ModuleType("comfy_api.latest")
+    latest.io, latest.ComfyExtension = api, object
+    monkeypatch.setitem(sys.modules, "comfy_api", types.ModuleType("comfy_api"))
+    monkeypatch.setitem(sys.modules, "comfy_api.latest", latest)
+    spec = importlib.util.spec_from_file_location("guardpaint_nodes", NODES)
+    nodes = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "guardpaint_nodes", nodes)
+    spec.loader.exec_module(nodes)
+    found = asyncio.run(asyncio.run(nodes.comfy_entrypoint()).get_node_list())
+    shapes = {n.define_schema()["node_id"]: n.define_schema() for n in found}
+    assert [i[1] for i in shapes["GuardPaintGuard"]["inputs"]] == ["model", "vae", "prompt", "guard", "policy", "seed"]
+    assert shapes["GuardPaintGuard"]["outputs"] == ["Model", "GUARDPAINT_SESSION"]
+    assert shapes["GuardPaintRelease"]["inputs"] == [("Image", "images"), ("GUARDPAINT_SESSION", "session")]
+    monkeypatch.setattr(nodes, "load", lambda *_: GuardPaint(AlwaysSafe(), PaintsFlat()))
+    model, session = found[0].execute(Model(), Vae(), "a person", "x", "", 1)
+    assert model.after == [session.post_cfg]
+    images = torch.rand(1, 64, 64, 3)
+    shown, report = found[1].execute(images, session)
+    assert torch.equal(shown, images) and json.loads(report)[0]["status"] == "clean"
