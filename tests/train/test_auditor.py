@@ -98,6 +98,18 @@ def test_artefacts_have_the_strength_they_claim():
     assert torch.equal(none, images) and (ones == 1).all()
 
 
+def test_an_artefact_nobody_sees_is_none():
+    """On plain grey a blur, a shift and a foreign patch change nothing; a cast is as strong as its colour differs."""
+    plain = torch.full((64, 3, 64, 64), 0.5)
+    out, quality, _ = trainer.composites(plain, 1.0, torch.Generator().manual_seed(1))
+    changed = (out - plain).abs().amax((1, 2, 3)) > 1e-6
+    assert (quality[~changed] == 1).all() and changed.any() and not changed.all()
+    for i in torch.nonzero(changed)[:, 0].tolist():
+        inside = (out[i] != 0.5).any(0)
+        rms = (out[i] - 0.5)[:, inside].square().mean().sqrt()
+        assert quality[i] == pytest.approx(1 - min(1.0, float(rms) / 0.3), abs=0.02)
+
+
 def test_macro_f1_by_hand():
     """Class 0: 1 hit, 1 wrong → 2/3; class 1: 1 hit, 1 wrong → 2/3; class 2: none → 0. Mean 4/9."""
     said, right = torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])

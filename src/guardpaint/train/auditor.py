@@ -38,6 +38,10 @@ FULL_STRENGTH = 0.12
 """An unsafe area of this share of the picture, or more, has strength 1."""
 
 
+FULL_ARTEFACT = 0.3
+"""A patch that differs by this much from what it covers (root mean square, of 1) has strength 1."""
+
+
 @dataclass(frozen=True)
 class AuditorRecipe:
     """Shape of the auditor, weights of its losses, and how views are disturbed."""
@@ -175,9 +179,10 @@ class Sampler:
 def composites(
     images: Float[Tensor, "b 3 h w"], share: float, g: torch.Generator
 ) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Some pictures get a patch that does not belong, blended in with known strength; the others have quality 1.
+    """Some pictures get a patch that does not belong, blended in by lot; the others have quality 1.
 
-    Foreign patches may add or hide unsafe things, so their safety label is not judged.
+    An artefact is as strong as it changes what it covers: a blurred piece of plain sky is none. Foreign patches may
+    add or hide unsafe things, so their safety label is not judged.
     """
     import random
 
@@ -199,7 +204,8 @@ def composites(
         else:
             wrong = images[i].roll((rng.choice((-6, 6)), rng.choice((-6, 6))), (1, 2))
         out[i] = images[i] + strength * mask * (wrong - images[i])
-        quality[i] = 1 - strength
+        change = ((out[i] - images[i]).square().mean(0) * mask).sum() / mask.sum().clamp(min=1)
+        quality[i] = 1 - float((change.sqrt() / FULL_ARTEFACT).clamp(max=1))
     return out, quality, judged
 
 
