@@ -423,3 +423,10 @@ def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
         generator.load_pipeline(tmp_path)
     with pytest.raises(BadCheckpoint, match="not a saved autoencoder"):
         vae.load_autoencoder(tmp_path)
+
+
+def test_a_teachers_velocity_counts_less_at_the_start():
+    """4·(1 − σ)², at most 1."""
+    from guardpaint.train.flow_recipes import trust
+
+    assert trust(torch.tensor([0.0, 0.5, 0.75, 1.0])).tolist() == pytest.approx([1.0, 1.0, 0.25, 0.0])
