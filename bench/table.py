@@ -1,4 +1,4 @@
-"""Write docs/results.md and the tables of README.md and docs/world.md from the results files.
+"""Write docs/results.md, docs/models.md and the tables of README.md and docs/world.md from the results files.
 
 python bench/table.py
 """
@@ -105,6 +105,62 @@ def results_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+KIND = {
+    "vae4": "AutoencoderKL, 4 channels at a quarter of the side: SD 1.5, SDXL, FLUX and the inpainter",
+    "vae16": "AutoencoderKL, 16 channels at an eighth: SD 3.5",
+    "tiny4": "AutoencoderTiny of vae4's latents",
+    "tiny16": "AutoencoderTiny of vae16's latents",
+    "mini-sd": "StableDiffusionPipeline, stands for SD 1.5",
+    "mini-sdxl": "StableDiffusionXLPipeline, stands for SDXL",
+    "mini-sd3": "StableDiffusion3Pipeline, stands for SD 3.5 Medium",
+    "mini-sd3-turbo": "LoRA on mini-sd3, four steps without guidance, stands for SD 3.5 Large Turbo",
+    "mini-flux": "FluxPipeline, stands for FLUX.1-dev",
+    "mini-inpaint": "StableDiffusionInpaintPipeline, before any safety tuning",
+    "mini-inpaint-safe": "LoRA on mini-inpaint: the guard's repairer",
+    "mini-auditor": "the guard's Auditor-Scorer",
+    "oracle": "judge of evaluations; no part of the guard",
+}
+
+
+def runs_of(card: dict[str, Any]) -> list[dict[str, Any]]:
+    """A model's training runs, the first one first."""
+    before = card.get("starts_from")
+    return [*(runs_of(before) if before else []), card]
+
+
+def models_page() -> str:
+    """A card for every model that ships: what made it, what it reaches, what it draws."""
+    lines = [
+        "# Models",
+        "",
+        "Written by `python bench/table.py` from the cards beside the weights and from `docs/results/`.",
+    ]
+    assets = ROOT / "src/guardpaint/assets"
+    metrics = metrics_of("world") | {f"mini-auditor.{k}": m for k, m in metrics_of("auditor").items()}
+    metrics |= {f"mini-inpaint-safe.{k}": m for k, m in metrics_of("inpainter").items()}
+    for name, kind in KIND.items():
+        if not (assets / name / "card.json").exists():
+            continue
+        card = json.loads((assets / name / "card.json").read_text())
+        lines += ["", f"## {name}", "", f"{kind[0].upper()}{kind[1:]}."]
+        sizes = card.get("parameters", 0)
+        parts = ", ".join(f"{k} {v:,}" for k, v in sizes.items()) if isinstance(sizes, dict) else f"{sizes:,}"
+        lines += ["", f"Parameters: {parts}. Runs:", ""]
+        for run in runs_of(card):
+            note = f"; {run['note']}" if run.get("note") else ""
+            if "command" in run:
+                made = f"seed {run.get('seed')}, {run.get('steps')} steps, {run.get('minutes', 0):.0f} minutes"
+                lines.append(f"- `{run['command']}`: {made}{note}")
+        own = {k: m for k, m in metrics.items() if k.startswith(f"{name}.")}
+        if own:
+            lines += ["", "| what | n | measured | goal |", "|---|---|---|---|"]
+            lines += [f"| `{k}` | {m['n']} | {cell(m)} | {goal(m)} |" for k, m in own.items()]
+        for picture, meaning in (("samples.png", "samples"), ("loss.png", "loss")):
+            if (assets / name / picture).exists():
+                lines += ["", f"![{meaning} of {name}](../src/guardpaint/assets/{name}/{picture})"]
+    return "\n".join(lines) + "\n"
+
+
 def put(path: Path, mark: str, table: str) -> None:
     start, end = f"<!-- {mark}: written by bench/table.py -->\n", f"<!-- /{mark} -->"
     head, rest = path.read_text().split(start)
@@ -115,6 +171,7 @@ def main() -> None:
     put(ROOT / "README.md", "bench", bench_table())
     put(ROOT / "docs/world.md", "world", world_table())
     (ROOT / "docs/results.md").write_text(results_page())
+    (ROOT / "docs/models.md").write_text(models_page())
 
 
 if __name__ == "__main__":
