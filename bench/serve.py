@@ -184,18 +184,24 @@ def killed(guard: str, base: str, asked: list[tuple[str, int]], oracle: Oracle) 
     load_one = partial(replica, guard, base)
     deploy(load_one(), load_one, lambda: None, base, known_bad(None), replicas=(2, 2), address=("127.0.0.1", port))
 
-    def kill() -> None:
-        time.sleep(15)
-        names = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True)]
-        ray.kill(ray.get_actor(next(n for n in names if "#Generator#" in n), namespace="serve"))
+    died: list[str] = []
 
-    threading.Thread(target=kill, daemon=True).start()
+    def kill() -> None:
+        time.sleep(10)
+        names = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True)]
+        died.append(next(n for n in names if "#Generator#" in n))
+        ray.kill(ray.get_actor(died[0], namespace="serve"))
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
     made = asyncio.run(load(f"http://127.0.0.1:{port}", asked, 8, "ray"))
+    if killer.is_alive() or not died:
+        raise SystemExit("the load was over before a replica was killed: ask for more with --ray")
     images = [picture(r["image"]) for r in made if r["image"]]
     stop()
     ray.shutdown()
     rows = [{**{k: v for k, v in r.items() if k != "image"}, "part": "ray"} for r in made]
-    return [*rows, {"part": "ray_whole", "unsafe": unsafe(oracle, images), "answered": len(made)}]
+    return [*rows, {"part": "ray_whole", "unsafe": unsafe(oracle, images), "answered": len(made), "killed": died}]
 
 
 def main() -> None:

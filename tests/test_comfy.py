@@ -12,14 +12,16 @@ import sys
 import types
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
+import guardpaint
 from guardpaint import tiny
 from guardpaint.comfy import guarded
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 from guardpaint.draft.codec import vae_decode, vae_encode
-from guardpaint.errors import BadInput
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.system import GuardPaint
 
 NODES = Path(__file__).parents[1] / "integrations" / "comfyui" / "__init__.py"
@@ -147,6 +149,47 @@ def test_every_run_has_its_own_account():
     first = model.sample(clean, SIGMAS, noise)
     account = session.guards[0]
     assert torch.equal(model.sample(clean, SIGMAS, noise), first) and session.guards[0] is not account
+
+
+def test_a_sampler_that_looks_twice_at_a_step_keeps_its_account():
+    """Heun's corrector asks for the next σ, and the next step asks for it again."""
+    model, session, _, clean, noise, _ = setting(FlagsBright(gain=1.3), batch=1)
+    options = {"transformer_options": {"sample_sigmas": SIGMAS}}
+    for i in (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6):
+        args = {"denoised": clean, "input": clean + noise * SIGMAS[i], "sigma": SIGMAS[i : i + 1]}
+        model.after[0]({**args, "model_options": options})
+        account = session.guards[0] if i == 0 else account
+    assert session.guards[0] is account and account.edited and session.holds
+    assert [r.step for r in account.records] == [5, 6]
+
+
+def test_pictures_of_no_known_run_are_judged_at_both_sizes():
+    """Another batch than was sampled, or what ComfyUI had kept: nothing is known of its edits."""
+    _, session, vae, clean, _, _ = setting(AlwaysSafe(), batch=2)
+    _, reports = session.release(vae.decode(clean * 2))
+    assert reports[0].status == "clean" and [a.pixels for a in reports[0].final.audits] == [32, 64]
+    assert "no sampling run" in reports[0].posture["skipped"][0]["why"]
+
+
+def test_off_means_off_and_native_repair_is_refused():
+    model, session, vae, clean, noise, plain = setting(AlwaysUnsafe(), mode="off")
+    assert torch.equal(model.sample(clean, SIGMAS, noise), plain.sample(clean, SIGMAS, noise))
+    images = vae.decode(clean * 2)
+    out, reports = session.release(images)
+    assert torch.equal(out, images) and reports[0].status == "unguarded"
+    repairer = PaintsFlat(name="native")
+    with pytest.raises(BadConfig, match="inpainter"):
+        guarded(Model(), Vae(), GuardPaint(AlwaysSafe(), repairer), "", 0)
+
+
+def test_reports_are_reports():
+    model, session, vae, clean, noise, _ = setting(FlagsBright(gain=1.3))
+    out = model.sample(clean, SIGMAS, noise)
+    _, reports = session.release(vae.decode(out * 2))
+    schema = json.loads((Path(guardpaint.__file__).parent / "assets" / "report.schema.json").read_text())
+    for report in reports:
+        jsonschema.validate(report.to_dict(), schema)
+        assert "<html" in report.to_html()
 
 
 def test_noise_levels_of_both_kinds():

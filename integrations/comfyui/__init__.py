@@ -6,8 +6,10 @@ made and lets through what passes the final verdict. Use both: without Release n
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import lru_cache
+from pathlib import Path
 
 from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
@@ -19,8 +21,13 @@ Account = io.Custom("GUARDPAINT_SESSION")
 
 
 @lru_cache(maxsize=2)
-def load(checkpoint: str, policy: str) -> GuardPaint:
+def load(checkpoint: str, policy: str, stamp: str) -> GuardPaint:
     return GuardPaint.from_pretrained(checkpoint, policy=policy or None)
+
+
+def stamp(policy: str) -> str:
+    """What the policy file says now: an edited one is another."""
+    return hashlib.sha256(Path(policy).read_bytes()).hexdigest() if policy else ""
 
 
 class GuardPaintGuard(io.ComfyNode):
@@ -45,8 +52,12 @@ class GuardPaintGuard(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, policy: str = "", **inputs) -> str:
+        return stamp(policy)
+
+    @classmethod
     def execute(cls, model, vae, prompt: str, guard: str, policy: str, seed: int) -> io.NodeOutput:
-        return io.NodeOutput(*guarded(model, vae, load(guard, policy), prompt, seed))
+        return io.NodeOutput(*guarded(model, vae, load(guard, policy, stamp(policy)), prompt, seed))
 
 
 class GuardPaintRelease(io.ComfyNode):

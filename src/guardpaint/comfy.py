@@ -22,7 +22,7 @@ from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
 from guardpaint.draft.families import FAMILIES
 from guardpaint.draft.views import PixelViews
-from guardpaint.errors import BadInput, NotFinite
+from guardpaint.errors import BadConfig, BadInput, NotFinite
 from guardpaint.guard import ImageGuard, check_audit
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.release import Outcome, conclude, from_pil, placeholder
@@ -59,7 +59,10 @@ class Session:
     guards: list[ImageGuard] = field(default_factory=list)
     holds: dict[int, Hold] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)
-    latest: int = -1
+    audited: set[int] = field(default_factory=set)
+    sigmas: Tensor | None = None
+    steps: int = 0
+    """Of the sampling run this account is of; 0: none."""
     began: float = field(default_factory=time.perf_counter)
 
     def level(self, sigma: float) -> Level:
@@ -80,18 +83,26 @@ class Session:
         sigma, steps = float(args["sigma"].flatten()[0]), len(sigmas) - 1
         at = [i for i in range(steps) if abs(float(sigmas[i]) - sigma) <= 1e-5 * max(1.0, sigma)]
         if at:
-            self.turn(at[0], len(x0))
-            if at[0] in audited_steps(steps, self.guard.config) and self.guard.config.mode != "off":
+            self.turn(at[0], len(x0), sigmas)
+            self.steps = steps
+            due = at[0] in audited_steps(steps, self.guard.config) and at[0] not in self.audited
+            if due and self.guard.config.mode != "off":
+                self.audited.add(at[0])
                 self.audit(x0, args["input"], at[0], steps, [float(s) for s in sigmas])
         return self.held(x0)
 
-    def turn(self, step: int, count: int) -> None:
-        """A step that is not later than the latest begins another picture."""
-        if step <= self.latest or len(self.guards) != count:
+    def turn(self, step: int, count: int, sigmas: Tensor | None) -> None:
+        """Step 0, other sigmas or another batch begin another picture; samplers may look twice at a step."""
+        same = self.sigmas is not None and sigmas is not None and torch.equal(self.sigmas, sigmas)
+        if step == 0 or not same or len(self.guards) != count:
             family = FAMILIES[0]
+            self.forget()
             self.guards = [ImageGuard(self.guard.parts, family, self.prompt, self.seed, i) for i in range(count)]
-            self.holds, self.drafts, self.began = {}, [], time.perf_counter()
-        self.latest = step
+            self.sigmas = sigmas
+
+    def forget(self) -> None:
+        self.guards, self.holds, self.drafts, self.audited = [], {}, [], set()
+        self.sigmas, self.steps, self.began = None, 0, time.perf_counter()
 
     def held(self, x0: Tensor) -> Tensor:
         if not self.holds:
@@ -138,16 +149,27 @@ class Session:
 
     @torch.no_grad()
     def release(self, images: Float[Tensor, "b h w 3"]) -> tuple[Float[Tensor, "b h w 3"], list[GuardReport]]:
-        """The final verdict on decoded pictures; a withheld one is a plain card."""
-        if len(self.guards) != len(images):
-            self.turn(0, len(images))
+        """The final verdict on decoded pictures, at both sizes; a withheld one is a plain card.
+
+        Which run a picture comes from is not known here (ComfyUI keeps what it sampled before, and one model may go to
+        two samplers), so none is taken for unedited.
+        """
+        known = len(self.guards) == len(images)
+        if not known:
+            self.turn(0, len(images), None)
         out = images.clone()
         reports = []
         for i, guard in enumerate(self.guards):
             draft = self.drafts[i] if i < len(self.drafts) else None
             picture = images[i].float().cpu().permute(2, 0, 1)
+            repaired, guard.edited = guard.edited, True
             try:
-                outcome = conclude(guard, picture, draft, repair_here=draft is not None)
+                if guard.parts.config.mode == "off":
+                    outcome = Outcome("unguarded")
+                else:
+                    outcome = conclude(guard, picture, draft, repair_here=draft is not None)
+                if outcome.status == "repaired" and outcome.image is None and not repaired:
+                    outcome = Outcome("clean")
             except Exception as error:
                 guard.errors.append(f"{type(error).__name__}: {error}")
                 outcome = Outcome("blocked" if guard.parts.config.mode == "enforce" else "released_flagged")
@@ -156,21 +178,39 @@ class Session:
                 shown = from_pil(placeholder(int(images.shape[2]), int(images.shape[1])))
             if shown is not None:
                 out[i] = shown.permute(1, 2, 0).to(out)
-            reports.append(self.report(i, guard, outcome.status))
+            reports.append(self.report(i, guard, outcome.status, known))
         if self.guard.audit_log is not None:
             self.guard.audit_log.append([r.to_dict() for r in reports])
-        self.guards = []
+        self.forget()
         return out, reports
 
-    def report(self, i: int, guard: ImageGuard, status: str) -> GuardReport:
-        config, policy = guard.parts.config, guard.parts.policy
+    def report(self, i: int, guard: ImageGuard, status: str, known: bool) -> GuardReport:
+        parts, config, policy = guard.parts, guard.parts.config, guard.parts.policy
+        skipped = []
+        if not known:
+            skipped.append({"what": "steps", "why": "no sampling run under this guard has these pictures"})
+        elif not self.audited and config.mode != "off":
+            skipped.append({"what": "steps", "why": "the sampler visited no step that was to be audited"})
+        if guard.prompt is None:
+            skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
         posture: JsonDict = {
             "mode": config.mode,
+            "on_error": "raise",
             "policy": policy.name,
             "policy_sha256": policy.digest(),
+            "trigger": policy.trigger,
+            "auditor": type(parts.auditor).__name__,
+            "repairer": parts.repairer.name,
+            "proposer": parts.proposer.name,
+            "seam": parts.seam.name,
+            "view_decoder": "full",
+            "scheduler": "ComfyUI",
+            "executed_steps": self.steps,
+            "audited_steps": sorted(self.audited),
             "door": "comfyui",
+            "weights": {},
+            "skipped": skipped,
         }
-        posture |= {"audited_steps": sorted({r.step for r in guard.records})}
         return GuardReport(
             request_id=secrets.token_hex(8),
             image=i,
@@ -193,6 +233,8 @@ class Session:
 
 def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> tuple[Any, Session]:
     """A clone of ComfyUI's MODEL whose x̂0 the guard sees, and the session that gives the final verdict."""
+    if guard.parts.repairer.name == "native":
+        raise BadConfig("the native repairer needs a diffusers pipeline; give the guard an inpainter")
     inner = model.model
     flow = any(c.__name__ == "CONST" for c in type(inner.model_sampling).__mro__)
 

@@ -158,8 +158,8 @@ def test_a_page_stands_on_its_own(base, judge, tmp_path):
 @pytest.fixture
 def forgetful():
     yield
-    for kept in (harness.tools, harness.open_guard, harness.open_base):
-        kept.cache_clear()
+    for kept in ("defended", "judged_by", "metric_of", "open_guard", "open_base", "weights_of"):
+        getattr(harness, kept).cache_clear()
 
 
 def pictures_of(out):

@@ -18,14 +18,15 @@ from guardpaint import tiny
 from guardpaint.audit_log import AuditLog, verify_log
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat
 from guardpaint.policy import Policy
-from guardpaint.serve.settings import Settings
+from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
 from guardpaint.system import GuardPaint
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
-LIMITS = Settings(queue=64, batch=2)
+USER, OPERATOR = "user-secret-0123456", "operator-secret-012"
+LIMITS = Settings({USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000)}, queue=64, batch=2)
 BAD = Image.new("RGB", (64, 64), "white")
 
 
@@ -65,10 +66,13 @@ def service(tmp_path_factory):
     ray.shutdown()
 
 
+def bearer(secret=USER):
+    return {"Authorization": f"Bearer {secret}"}
+
+
 def ask(address, prompt, seed, **body):
-    answer = httpx.post(
-        f"{address}/v1/images/generations", json={"prompt": prompt, "seed": seed, **body}, timeout=300
-    )  # fmt: skip
+    asked = {"prompt": prompt, "seed": seed, **body}
+    answer = httpx.post(f"{address}/v1/images/generations", json=asked, headers=bearer(), timeout=300)
     return answer.status_code, answer.json()
 
 
@@ -91,14 +95,17 @@ def test_the_same_answers_as_one_process(service):
     code, body = ask(address, "a person!", 3)
     assert code == 400 and body["error"]["code"] == "content_policy_violation"
     name = body["error"]["safety"][0]["report"]
-    assert httpx.get(f"{address}/v1/reports/{name}").json()["status"] == "blocked"
-    with httpx.stream(
-        "POST", f"{address}/v1/images/generations", json={"prompt": "a", "seed": 1, "stream": True}, timeout=60
-    ) as answer:
+    assert httpx.get(f"{address}/v1/reports/{name}", headers=bearer()).json()["status"] == "blocked"
+    body, url = {"prompt": "a", "seed": 1, "stream": True}, f"{address}/v1/images/generations"
+    with httpx.stream("POST", url, json=body, headers=bearer(), timeout=60) as answer:
         told = [line.split(": ")[1] for line in answer.iter_lines() if line.startswith("event: ")]
     assert told[-1] == "image_generation.completed" and told.count("image_generation.partial_image") == 2
-    sent = httpx.post(f"{address}/v1/audits", files={"image": ("a.png", png(BAD), "image/png")}, timeout=60)
-    assert sent.json()["flagged"]
+    assert upload(address)["flagged"]
+
+
+def upload(address):
+    files = {"image": ("a.png", png(BAD), "image/png")}
+    return httpx.post(f"{address}/v1/audits", files=files, headers=bearer(), timeout=60).json()
 
 
 def png(image):
@@ -128,3 +135,17 @@ def test_a_replica_killed_under_load_loses_nothing_silently(service):
     assert len(replicas()) == 2
     logs = sorted(folder.glob("log-*"))
     assert len(logs) >= 3 and all(verify_log(p).ok for p in logs)
+
+
+def test_every_replica_follows_a_changed_policy(service):
+    """Also the one that was begun anew, and in audits."""
+    address, folder = service
+    policy = httpx.get(f"{address}/v1/policy", headers=bearer(OPERATOR)).json()
+    strict = {**policy, "trigger": 0.005}
+    assert httpx.put(f"{address}/v1/policy", json=strict, headers=bearer(OPERATOR), timeout=60).status_code == 200
+    with ThreadPoolExecutor(8) as pool:
+        codes = [c for c, _ in pool.map(lambda s: ask(address, "a person", s), range(12))]
+        flagged = [f["flagged"] for f in pool.map(lambda _: upload(address), range(8))]
+    assert codes == [400] * 12 and flagged == [True] * 8
+    events = [line for line in (folder / "log-ingress").read_text().splitlines() if '"event"' in line]
+    assert len(events) == 1 and '"by":"olga"' in events[0]

@@ -123,7 +123,10 @@ def short_hash(*values: Any) -> str:
 def base_hash(base: Base) -> str:
     """Of everything in a base that decides its pictures."""
     parts = {k: fingerprint(v) for k, v in base.pipe.components.items() if isinstance(v, nn.Module)}
-    return short_hash(parts, base.call, str(base.pipe.scheduler.config))
+    plan = {
+        k: v for k, v in base.pipe.scheduler.config.items() if not k.startswith("_")
+    }  # "_…" lists come in any order
+    return short_hash(parts, base.call, plan)
 
 
 def open_suites(
@@ -151,7 +154,7 @@ def run(
     file_format: str | None,
     out: Path,
     pictures: int,
-    judged_by: str = "oracle",
+    judge_name: str = "oracle",
     measured_by: Sequence[str] = (),
     processes: int = 1,
     ray: bool = False,
@@ -164,12 +167,14 @@ def run(
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
     yield from (f"not as published: {note}" for note in notes)
     wanted = expanded(defences)
+    if guard is not None and Path(guard).is_dir():
+        guard = str(Path(guard).resolve())
     needed = guard is not None or any(name not in FREE for name in wanted)
     loaded = open_guard(guard) if needed else None
-    opened = [open_defence(name, loaded) for name in wanted]
+    opened = [defended(name, guard, needed) for name in wanted]
     if len({m.partition(":")[0] for m in measured_by}) < len(measured_by):
         raise BadInput(f"metrics {', '.join(measured_by)}: one of each kind")
-    judge, rows = open_judge(judged_by, loaded.policy if loaded else Policy.default()), runner.Rows(out)
+    judge, rows = judged_by(judge_name, loaded.policy if loaded else Policy.default()), runner.Rows(out)
     pieces: list[Piece] = []
     total = 0
     for name in bases:
@@ -179,12 +184,12 @@ def run(
             if reason:
                 yield f"{defence.name} on {name}: not applicable, {reason}"
                 continue
-            key = short_hash(config, base_hash(base), judge.identity, *measured_by)
+            key = short_hash(config, weights_of(name), judge.identity, *measured_by)
             for cases in suites:
                 todo = [c for c in cases if runner.key_of(name, defence.name, key, c) not in rows.found]
                 total += len(cases)
                 pieces += [
-                    Piece(name, called, key, guard, needed, judged_by, tuple(measured_by), tuple(part))
+                    Piece(name, called, key, guard, needed, judge_name, tuple(measured_by), tuple(part))
                     for part in runner.chunked(todo, runner.BATCH)
                 ]
     fresh = sum(len(p.cases) for p in pieces)
@@ -213,18 +218,29 @@ class Piece:
 
 
 def work(piece: Piece) -> list[runner.Made]:
-    """One piece; what it needs is loaded once per process."""
-    judge, metrics, defence = tools(piece.judge, piece.metrics, piece.defence, piece.guard, piece.guarded)
-    return runner.draw(open_base(piece.base), defence, piece.config, piece.cases, judge, metrics)
+    """One piece; what it needs is loaded once per process. Other weights than were asked for make no rows."""
+    loaded = open_guard(piece.guard) if piece.guarded else None
+    base, (defence, config) = open_base(piece.base), defended(piece.defence, piece.guard, piece.guarded)
+    judge = judged_by(piece.judge, loaded.policy if loaded else Policy.default())
+    key = short_hash(config, weights_of(piece.base), judge.identity, *piece.metrics)
+    if key != piece.config:
+        raise BadInput(f"{piece.base} or {piece.defence} has other weights in this process than where the run began")
+    return runner.draw(base, defence, key, piece.cases, judge, [metric_of(m) for m in piece.metrics])
 
 
 @cache
-def tools(
-    judge: str, metrics: tuple[str, ...], defence: str, guard: str | None, guarded: bool
-) -> tuple[Judge, list[PromptMetric], Defence]:
-    loaded = open_guard(guard) if guarded else None
-    policy = loaded.policy if loaded else Policy.default()
-    return open_judge(judge, policy), [open_metric(m) for m in metrics], open_defence(defence, loaded)[0]
+def defended(name: str, guard: str | None, guarded: bool) -> tuple[Defence, str]:
+    return open_defence(name, open_guard(guard) if guarded else None)
+
+
+@cache
+def judged_by(name: str, policy: Policy) -> Judge:
+    return open_judge(name, policy)
+
+
+@cache
+def metric_of(name: str) -> PromptMetric:
+    return open_metric(name)
 
 
 @cache
@@ -235,6 +251,11 @@ def open_guard(name: str | None) -> GuardPaint:
 @lru_cache(maxsize=1)
 def open_base(name: str) -> Base:
     return Base(name, *load_base(name))
+
+
+@lru_cache(maxsize=1)
+def weights_of(name: str) -> str:
+    return base_hash(open_base(name))
 
 
 def finish(rows: list[dict[str, Any]], out: Path) -> Iterator[str]:

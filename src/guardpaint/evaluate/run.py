@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from guardpaint.errors import BadInput
@@ -155,7 +156,8 @@ def draw(
         row: Row = {"key": key_of(base.name, defence.name, config, case), "suite": case.suite, "base": base.name}
         row |= {"defence": defence.name, "config": config, "id": case.id, "kind": case.kind}
         row |= {"category": case.category, "prompt": case.prompt, "seed": case.seed, "status": outcome.status}
-        row |= {"seconds": round(outcome.seconds, 4), "image": "", "picture": digest(outcome.image)}
+        row |= {"seconds": round(outcome.seconds, 4), "threads": torch.get_num_threads(), "image": ""}
+        row["picture"] = digest(outcome.image)
         made.append(({**row, **outcome.detail, **judged(judge, outcome, case, metrics)}, outcome.image))
     return made
 

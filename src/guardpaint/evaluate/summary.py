@@ -132,15 +132,14 @@ def front(rows: Sequence[Row]) -> list[Row]:
         value = {k: found[f"{name}.{k}"]["value"] for k in ("asr", "agreement_all", "seconds")}
         points.append({"defence": name, "safety": 1 - value["asr"], "fidelity": value["agreement_all"], **value})
 
-    def merits(p: Row) -> tuple[float, ...]:
-        return p["safety"], p["fidelity"] or 0.0, -p["seconds"]
+    def beats(q: Row, p: Row) -> bool:
+        told = None not in (q["fidelity"], p["fidelity"])
+        pairs = [(q["safety"], p["safety"]), (-q["seconds"], -p["seconds"])]
+        pairs += [(q["fidelity"], p["fidelity"])] if told else []
+        return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
     for p in points:
-        p["beaten_by"] = [
-            q["defence"]
-            for q in points
-            if merits(q) != merits(p) and all(a >= b for a, b in zip(merits(q), merits(p), strict=True))
-        ]
+        p["beaten_by"] = [q["defence"] for q in points if beats(q, p)]
     return points
 
 

@@ -28,7 +28,7 @@ from guardpaint.serve.disclosure import heat_url, png, shown_to, told
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
 from guardpaint.serve.service import FAILED, VIOLATION, Service, ending, mapped, refused, withheld
 from guardpaint.serve.settings import Key
-from guardpaint.serve.worker import Cancelled, Done, Job
+from guardpaint.serve.worker import Done, Job
 
 log = logging.getLogger("guardpaint.serve")
 PAGE = Path(__file__).parent / "page.html"
@@ -169,16 +169,13 @@ def create_app(service: Service) -> FastAPI:
                     raise refused(504, "took too long; nothing was released", None, "timeout")
             return list(pending.result())
         except HTTPException:
-            for job in jobs:
-                job.gone.set()
             pending.cancel()
             raise
-        except (AuditLogError, GuardPaintError) as error:
+        except Exception as error:
             raise mapped(error) from error
-        except (asyncio.CancelledError, Cancelled):
-            for job in jobs:
+        finally:
+            for job in jobs:  # those still drawn are drawn for nobody
                 job.gone.set()
-            raise
 
     async def stream(jobs: list[Job], body: ImageRequest, key: Key, base: str) -> AsyncIterator[str]:
         """Server-sent events: queued, partial pictures (blurred for ordinary callers), then one event per picture."""
@@ -255,7 +252,10 @@ def create_app(service: Service) -> FastAPI:
             picture = await asyncio.to_thread(load_bytes, data, image.filename or "upload")
         except BadInput as error:
             raise refused(400, str(error), "image") from error
-        return await service.worker.audit(picture, prompt, key)
+        try:
+            return await service.worker.audit(picture, prompt, key)
+        except Exception as error:
+            raise mapped(error) from error
 
     @app.get("/v1/images/{name}.png", response_class=Response, responses=promised(401, 404) | IMAGE)
     async def picture(name: str, key: Caller) -> Response:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from guardpaint.audit_log import AuditLog
+from guardpaint.audit_log import AuditLog, read_entries
 from guardpaint.errors import BadConfig, GuardPaintError
 from guardpaint.policy import Policy
 from guardpaint.report import GuardReport
@@ -28,6 +30,18 @@ log = logging.getLogger("guardpaint.serve")
 APP, GENERATOR = "guardpaint", "Generator"
 ATTEMPTS = 3
 """Replicas a picture may outlive."""
+PATIENCE = 30.0
+"""Seconds a self-test may wait behind drawings."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy with its place in time: of two, the later one counts. Replaced as a whole, never changed."""
+
+    policy: Policy
+    version: tuple[int, int]
+    """When the ingress began, and how often the policy was changed since; a replica's own is (0, 0)."""
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,10 +52,7 @@ class Order:
     seed: int
     ask: Ask
     owner: str
-    policy: Policy
-    version: int
-    by: str
-    """Who set this version of the policy."""
+    rule: Rule
     previews: bool
     clear: bool
 
@@ -56,6 +67,10 @@ class Facts:
     policy: Policy
     keeps: bool
     """Whether the policy at the start may release flagged pictures; a running service does not begin to."""
+    replicas: int = 1
+    """At most."""
+    deployment: str = ""
+    """Name of this start of the service; an ingress that is begun anew by Ray keeps it."""
 
 
 class Generator:
@@ -66,14 +81,20 @@ class Generator:
             from ray import serve
 
             name = serve.get_replica_context().replica_id.unique_id
-        self.worker, self.version = load(name), 0
+        self.worker, self.version = load(name), (0, 0)
+        self.taking = threading.Lock()
+
+    def take(self, rule: Rule) -> None:
+        """The ingress's policy counts, whatever this replica was loaded with."""
+        with self.taking:
+            if rule.version > self.version:
+                self.worker.change_policy(rule.policy, rule.by)
+                self.version = rule.version
 
     async def draw(self, order: Order) -> AsyncIterator[tuple[str, Any]]:
         """Steps and audits as they come, then ("done", Done) or ("failed", error). Leaving early frees the place."""
         try:
-            if order.version > self.version:
-                self.worker.change_policy(order.policy, order.by)
-                self.version = order.version
+            self.take(order.rule)
         except GuardPaintError as error:
             yield "failed", error
             return
@@ -103,10 +124,12 @@ class Generator:
         finally:
             job.gone.set()
 
-    async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
+    async def audit(self, picture: Image.Image, prompt: str | None, key: Key, rule: Rule) -> AuditResponse:
+        self.take(rule)
         return await asyncio.to_thread(audited, self.worker.guard, picture, prompt, key)
 
-    async def catches(self, bad: Image.Image) -> bool:
+    async def catches(self, bad: Image.Image, rule: Rule) -> bool:
+        self.take(rule)
         return await asyncio.to_thread(catches, self.worker.guard, bad)
 
     def check_health(self) -> None:
@@ -118,20 +141,24 @@ class Generator:
 class Cluster:
     """The ingress's side: the same questions a worker answers, sent to replicas."""
 
-    def __init__(self, handle: Any, facts: Facts, most: int, record: AuditLog | None = None) -> None:
-        self.handle, self.facts, self.most, self.record = handle, facts, most, record
+    def __init__(self, handle: Any, facts: Facts, settings: Settings, record: AuditLog | None = None) -> None:
+        self.handle, self.facts, self.settings, self.record = handle, facts, settings, record
+        self.most = settings.queue + facts.replicas * settings.batch
         self.ask, self.scale, self.retains = facts.ask, facts.scale, facts.retains
-        self.current, self.version, self.by = facts.policy, 0, ""
+        self.rule = Rule(restored(record, facts) or facts.policy, (time.time_ns(), 0), "at the start")
+        self.changing = threading.Lock()
+        self.caught: tuple[Rule, bool] | None = None
         self.closing = False
         self.on_batch: Callable[[list[Job], list[GuardReport], float], None] | None = None
         self.running: set[asyncio.Task[None]] = set()
 
     @property
     def policy(self) -> Policy:
-        return self.current
+        return self.rule.policy
 
     @property
     def alive(self) -> bool:
+        """The ingress, which asks, lives; whether replicas do is for `catches`."""
         return True
 
     @property
@@ -150,7 +177,7 @@ class Cluster:
 
     async def follow(self, job: Job) -> None:
         """One picture from order to outcome; drawn anew if its replica dies, and never left without an answer."""
-        from ray.exceptions import RayActorError, RayError
+        from ray.exceptions import ObjectLostError, RayActorError, RayError
         from ray.serve.exceptions import RayServeException
 
         began = time.monotonic()
@@ -161,7 +188,7 @@ class Cluster:
                 break
             try:
                 done = await self.drawn(job)
-            except RayActorError as died:
+            except (RayActorError, ObjectLostError) as died:
                 log.warning("a replica died: %s", type(died).__name__)
                 continue
             except (RayError, RayServeException) as refusal:
@@ -181,7 +208,7 @@ class Cluster:
 
     async def drawn(self, job: Job) -> Done:
         wants = job.on_step is not None or job.on_audit is not None
-        order = Order(job.prompt, job.seed, job.ask, job.owner, self.current, self.version, self.by, wants, job.clear)
+        order = Order(job.prompt, job.seed, job.ask, job.owner, self.rule, wants, job.clear)
         replies = self.handle.options(stream=True).draw.remote(order)
         watch = asyncio.get_running_loop().create_task(let_go(job, replies))
         try:
@@ -199,14 +226,25 @@ class Cluster:
         raise Overloaded("the replica said nothing")
 
     async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
-        return await self.handle.audit.remote(picture, prompt, key)
+        from ray.exceptions import RayError
+
+        try:
+            asked = self.handle.audit.remote(picture, prompt, key, self.rule)
+            return await asyncio.wait_for(asked, self.settings.timeout)
+        except (TimeoutError, RayError) as error:
+            raise Overloaded(f"no replica answered ({type(error).__name__})") from error
 
     async def catches(self, bad: Image.Image) -> bool:
+        """A replica's answer. None in time: the last one under the same policy, for busy is not blind."""
+        rule = self.rule
         try:
-            return await asyncio.wait_for(self.handle.catches.remote(bad), 30)
+            self.caught = rule, await asyncio.wait_for(self.handle.catches.remote(bad, rule), PATIENCE)
+        except TimeoutError:
+            log.warning("self-test not answered within %g s", PATIENCE)
         except Exception as error:
-            log.warning("self-test not answered: %s", type(error).__name__)
-            return False
+            log.warning("self-test failed: %s", type(error).__name__)
+            self.caught = None
+        return self.caught is not None and self.caught[0] is rule and self.caught[1]
 
     def change_policy(self, policy: Policy, by: str) -> None:
         """Every later order carries it. A change that cannot be put on record is not made."""
@@ -215,12 +253,24 @@ class Cluster:
         known = self.facts.policy.names
         if policy.names != known:
             raise BadConfig(f"categories {', '.join(policy.names)}: the guard knows {', '.join(known)}")
-        if self.record is not None:
-            self.record.append([{"policy": policy.to_dict(), "by": by}], kind="event")
-        self.current, self.version, self.by = policy, self.version + 1, by
+        with self.changing:
+            if self.record is not None:
+                event = {"policy": policy.to_dict(), "by": by, "deployment": self.facts.deployment}
+                self.record.append([event], kind="event")
+            began, count = self.rule.version
+            self.rule = Rule(policy, (began, count + 1), by)
 
     def close(self) -> None:
         self.closing = True
+
+
+def restored(record: AuditLog | None, facts: Facts) -> Policy | None:
+    """The policy an ingress of the same deployment set last, if this one takes its place."""
+    if record is None:
+        return None
+    events = [entry["event"] for _, entry, bad in read_entries(record.path) if not bad and "event" in entry]
+    own = [e["policy"] for e in events if e.get("deployment") == facts.deployment and "policy" in e]
+    return Policy.from_dict(own[-1], "policy") if own else None
 
 
 async def let_go(job: Job, replies: Any) -> None:
@@ -243,7 +293,7 @@ class Ingress:
     open_log: Callable[[], AuditLog | None]
 
     def __serve_build_asgi_app__(self) -> Any:
-        worker = Cluster(self.generators, self.facts, self.settings.queue, self.open_log())
+        worker = Cluster(self.generators, self.facts, self.settings, self.open_log())
         return create_app(Service(worker, self.name, self.settings, self.bad))
 
 
@@ -266,12 +316,14 @@ def deploy(
         raise BadConfig("a cluster needs more packages: pip install 'guardpaint[serve,ray]'") from error
 
     settings = trial.settings
-    facts = Facts(trial.ask, trial.scale, trial.retains, trial.policy, trial.policy.last_resort[-1] == "keep")
+    fewest, most = replicas
+    keeps = trial.policy.last_resort[-1] == "keep"
+    facts = Facts(trial.ask, trial.scale, trial.retains, trial.policy, keeps, most, secrets.token_hex(8))
     trial.close()
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     serve.start(http_options={"host": address[0], "port": address[1]})
-    fewest, most = replicas
+    listening(*address)
     target = {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": settings.batch}
     count: dict[str, Any] = {"autoscaling_config": target} if most > fewest else {"num_replicas": fewest}
     generator: Any = serve.deployment(
@@ -280,6 +332,7 @@ def deploy(
         max_ongoing_requests=2 * settings.batch,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if ray.cluster_resources().get("GPU") else 0},
         health_check_period_s=2,
+        graceful_shutdown_timeout_s=60,
         **count,
     )
 
@@ -289,11 +342,27 @@ def deploy(
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=4 * settings.queue,
     )
-    serve.run(ingress.bind(generator.bind(load), facts, settings, name, bad, open_log), name=APP)
+    try:
+        serve.run(ingress.bind(generator.bind(load), facts, settings, name, bad, open_log), name=APP)
+    except BaseException:
+        stop()
+        raise
+
+
+def listening(host: str, port: int) -> None:
+    """Ray keeps the address of a Serve that runs already; ours may be another, and need no keys."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    found = client.http_config if client is not None else None
+    if found is None or (found.host, found.port) != (host, port):
+        where = "nowhere" if found is None else f"{found.host}:{found.port}"
+        raise BadConfig(f"Ray Serve listens on {where} already, not on {host}:{port}; give that as --host and --port")
 
 
 def stop() -> None:
-    """Requests under way may finish, then everything ends."""
+    """Requests under way may finish for a minute. Other applications of the cluster stay."""
     from ray import serve
 
-    serve.shutdown()
+    with contextlib.suppress(Exception):
+        serve.delete(APP)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -11,7 +13,7 @@ from typing import Any
 from fastapi import HTTPException
 from PIL import Image
 
-from guardpaint.errors import AuditLogError, BadInput
+from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.report import GuardReport
 from guardpaint.serve.disclosure import plain, png
@@ -20,8 +22,9 @@ from guardpaint.serve.metrics import Metrics
 from guardpaint.serve.schemas import ImageItem, ImageRequest, Safety, problem
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.trace import record, tracer
-from guardpaint.serve.worker import Ask, Done, Drawing, Job, Overloaded
+from guardpaint.serve.worker import Ask, Cancelled, Done, Drawing, Job, Overloaded
 
+log = logging.getLogger("guardpaint.serve")
 VIOLATION = "content_policy_violation"
 FAILED = "guard_failed"
 WITHHELD = {
@@ -152,13 +155,15 @@ def withheld(code: str) -> HTTPException:
 
 
 def mapped(error: Exception) -> HTTPException:
+    """What went wrong while drawing or auditing, as an answer."""
     if isinstance(error, Overloaded):
         return refused(503, str(error), None, "overloaded", 2.0)
+    if isinstance(error, Cancelled):
+        return refused(503, "the service is closing", None, "overloaded", 2.0)
     if isinstance(error, BadInput):
         return refused(400, str(error))
-    if isinstance(error, AuditLogError):
-        return withheld(FAILED)
-    return refused(500, "the guard could not finish; nothing was released", None, "internal_error")
+    log.error(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    return withheld(FAILED)
 
 
 def ending(service: Service, job: Job, index: int, future: Any, form: str, base: str) -> dict[str, Any]:

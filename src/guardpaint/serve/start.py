@@ -107,13 +107,26 @@ def start(options: Options, err: Console) -> None:
     )
 
 
+def absolute(options: Options) -> Options:
+    """Paths as replicas need them, whose working directory is another."""
+    paths: dict[str, Any] = {n: p.resolve() for n, p in vars(options).items() if isinstance(p, Path)}
+    for name in ("base", "guard"):
+        given = getattr(options, name)
+        if given is not None and Path(given).is_dir():
+            paths[name] = str(Path(given).resolve())
+    return replace(options, **paths)
+
+
 def start_cluster(options: Options, replicas: int, most: int, err: Console) -> None:
     """The same application on Ray Serve, until interrupted."""
     from guardpaint.serve.cluster import deploy, stop
 
     if most < replicas:
         raise BadConfig(f"most_replicas={most}: at least as many as replicas={replicas}")
-    settings = limits(options)
+    settings, options = limits(options), absolute(options)
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
     deploy(
         load_worker(replace(options, audit_log=None), settings, err),
         partial(load_worker, options, settings, None),
@@ -124,8 +137,5 @@ def start_cluster(options: Options, replicas: int, most: int, err: Console) -> N
         address=(options.host, options.port),
     )
     err.print(f"http://{options.host}:{options.port}, {replicas} to {most} replicas", highlight=False)
-    asked = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
     asked.wait()
     stop()

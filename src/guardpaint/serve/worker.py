@@ -133,7 +133,7 @@ class Worker:
         self.scale, self.retains = int(pipe.vae_scale_factor), guard.config.retain_evidence
         self.shown = SHOWN + (("released_flagged",) if guard.policy.last_resort[-1] == "keep" else ())
         self.waiting: deque[Job] = deque()
-        self.ready = threading.Condition()
+        self.ready, self.changing = threading.Condition(), threading.Lock()
         self.closing = False
         self.busy = 0
         self.batches = 0
@@ -174,11 +174,12 @@ class Worker:
         """From the next batch on; a change that cannot be put on record is not made."""
         if policy.last_resort[-1] == "keep" and "released_flagged" not in self.shown:
             raise BadConfig("last_resort ends in keep: a running service does not begin to release flagged pictures")
-        fresh = self.guard.configured(policy=policy)
-        if fresh.audit_log is not None:
-            fresh.audit_log.append([{"policy": policy.to_dict(), "by": by}], kind="event")
-        with self.ready:
-            self.guard = fresh
+        with self.changing:
+            fresh = self.guard.configured(policy=policy)
+            if fresh.audit_log is not None:
+                fresh.audit_log.append([{"policy": policy.to_dict(), "by": by}], kind="event")
+            with self.ready:
+                self.guard = fresh
 
     def close(self, patience: float = 60.0) -> None:
         """No new work; what runs may finish, what waits fails."""
@@ -304,6 +305,7 @@ def catches(guard: GuardPaint, bad: Image.Image) -> bool:
     """Whether a picture known to be bad is flagged."""
     try:
         audit = guard.audit_image(from_pil(bad), None)
-    except GuardPaintError:
+    except Exception:
+        log.exception("the self-test failed")
         return False
     return guard.parts.finding(audit, 1.0) is not None
