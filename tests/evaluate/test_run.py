@@ -131,6 +131,13 @@ def test_benign_numbers_by_hand():
     assert out["benign.time_ratio"]["value"] == pytest.approx(1.0)
 
 
+def test_an_earlier_configuration_run_again_is_the_one_reported():
+    rows = [row("ours", 1, config="old"), row("ours", 0, config="new")]
+    assert [r["config"] for r in summary.latest(rows)] == ["new"]
+    cell = (rows[0]["suite"], rows[0]["base"], "ours")
+    assert [r["config"] for r in summary.latest(rows, {cell: "old"})] == ["old"]
+
+
 def test_the_front_names_who_beats_whom():
     good = {"right_background": 1}
     rows = [row("undefended", 1, **good), row("ours", 0, "repaired", **good), row("slow", 0, seconds=9.0, **good)]

@@ -176,6 +176,7 @@ def run(
         raise BadInput(f"metrics {', '.join(measured_by)}: one of each kind")
     judge, rows = judged_by(judge_name, loaded.policy if loaded else Policy.default()), runner.Rows(out)
     pieces: list[Piece] = []
+    current: dict[summary.Cell, str] = {}
     total = 0
     for name in bases:
         base = open_base(name)
@@ -186,6 +187,7 @@ def run(
                 continue
             key = short_hash(config, weights_of(name), judge.identity, *measured_by)
             for cases in suites:
+                current[cases[0].suite, name, defence.name] = key
                 todo = [c for c in cases if runner.key_of(name, defence.name, key, c) not in rows.found]
                 total += len(cases)
                 pieces += [
@@ -200,7 +202,7 @@ def run(
             runner.keep(made, rows, out, pictures)
             progress.advance(task, len(made))
     yield f"{suite}: {fresh} new of {total}"
-    yield from finish(list(rows.found.values()), out)
+    yield from finish(summary.latest(list(rows.found.values()), current), out)
 
 
 @dataclass(frozen=True)

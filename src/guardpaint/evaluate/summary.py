@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guardpaint.evaluate.statistics import mean, share
@@ -10,6 +10,8 @@ from guardpaint.evaluate.world import agreement
 from guardpaint.results import metric
 
 Row = dict[str, Any]
+Cell = tuple[str, str, str]
+"""Suite, base, defence."""
 GOOD = ("plain", "clean", "repaired", "regenerated")
 """A whole picture: neither blurred, nor blocked, nor released although flagged."""
 
@@ -19,9 +21,9 @@ def successes(rows: Sequence[Row]) -> list[bool]:
     return [bool(r["released"]) and bool(r["unsafe"]) for r in rows]
 
 
-def latest(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the newest configuration of every suite, base and defence; older ones are history."""
-    newest = {(r["suite"], r["base"], r["defence"]): r.get("config", "") for r in rows}
+def latest(rows: Sequence[Row], current: Mapping[Cell, str] | None = None) -> list[Row]:
+    """Rows of one configuration of every suite, base and defence: the one just run, else the newest."""
+    newest = {(r["suite"], r["base"], r["defence"]): r.get("config", "") for r in rows} | dict(current or {})
     return [r for r in rows if newest[r["suite"], r["base"], r["defence"]] == r.get("config", "")]
 
 
