@@ -42,7 +42,10 @@ def scored(auditor: AuditorScorer, views: Views) -> list[Audit]:
 def calibrate(
     views: Views, found: Sequence[Audit], policy: Policy, alpha: float, beta: float, starts: Sequence[float]
 ) -> tuple[Calibration, Reference]:
-    """Thresholds of every band; a band with too few examples of a category is refused, and says how many it needs."""
+    """Thresholds of every band; a band with too few examples of a category is refused, and says how many it needs.
+
+    The mask level is for pictures that trigger: what does not trigger is missed, and counted by the miss rate.
+    """
     names = policy.names
     progress, category = views.progress.numpy(), views.category.numpy()
     bands = []
@@ -58,6 +61,7 @@ def calibrate(
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
             counts[name] = len(rows)
         harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
+        harm = [i for i in harm if policy.finding(found[i], thresholds) is not None]  # others are never masked
         size = (int(views.masks.shape[-2]), int(views.masks.shape[-1]))
         heats = np.stack([heat_at(found[i].adv_map, size).numpy() for i in harm])
         level = mask_threshold(heats, views.masks[harm].numpy(), beta)
