@@ -7,7 +7,6 @@ workflow that raised hands out nothing. No import of ComfyUI: its objects are us
 
 from __future__ import annotations
 
-import datetime
 import secrets
 import time
 from collections.abc import Callable
@@ -27,9 +26,9 @@ from guardpaint.guard import ImageGuard, check_audit
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.release import Outcome, conclude, from_pil, placeholder
 from guardpaint.report import GuardReport
-from guardpaint.request import Hold, sha256
+from guardpaint.request import Hold, account, made_of
 from guardpaint.system import GuardPaint
-from guardpaint.types import Draft, JsonDict, Level
+from guardpaint.types import Draft, Level
 
 Codec = Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b d u v"]]
 
@@ -185,24 +184,16 @@ class Session:
         return out, reports
 
     def report(self, i: int, guard: ImageGuard, status: str, known: bool) -> GuardReport:
-        parts, config, policy = guard.parts, guard.parts.config, guard.parts.policy
         skipped = []
         if not known:
             skipped.append({"what": "steps", "why": "no sampling run under this guard has these pictures"})
-        elif not self.audited and config.mode != "off":
+        elif not self.audited and guard.parts.config.mode != "off":
             skipped.append({"what": "steps", "why": "the sampler visited no step that was to be audited"})
         if guard.prompt is None:
             skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
-        posture: JsonDict = {
-            "mode": config.mode,
+        posture = {
+            **made_of(guard.parts),
             "on_error": "raise",
-            "policy": policy.name,
-            "policy_sha256": policy.digest(),
-            "trigger": policy.trigger,
-            "auditor": type(parts.auditor).__name__,
-            "repairer": parts.repairer.name,
-            "proposer": parts.proposer.name,
-            "seam": parts.seam.name,
             "view_decoder": "full",
             "scheduler": "ComfyUI",
             "executed_steps": self.steps,
@@ -211,24 +202,8 @@ class Session:
             "weights": {},
             "skipped": skipped,
         }
-        return GuardReport(
-            request_id=secrets.token_hex(8),
-            image=i,
-            status=status,
-            mode=config.mode,
-            pipeline="ComfyUI",
-            family="comfyui",
-            seed=guard.seed,
-            prompt_sha256=None if guard.prompt is None else sha256(guard.prompt),
-            prompt=guard.prompt if config.log_prompts else None,
-            steps=guard.records,
-            final=guard.final,
-            posture=posture,
-            errors=guard.errors,
-            seconds=time.perf_counter() - self.began,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            evidence=guard.evidence,
-        )
+        names = (secrets.token_hex(8), "ComfyUI", "comfyui")
+        return account(guard, i, status, names, posture, time.perf_counter() - self.began)
 
 
 def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> tuple[Any, Session]:

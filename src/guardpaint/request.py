@@ -390,28 +390,10 @@ class Request:
         return self.reports([Outcome("unfinished")] * len(self.guards))
 
     def reports(self, outcomes: Sequence[Outcome]) -> list[GuardReport]:
-        config = self.parts.config
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        names = (self.request_id, type(self.pipe).__name__, self.family.name)
         seconds = time.perf_counter() - self.started
         return [
-            GuardReport(
-                request_id=self.request_id,
-                image=i,
-                status=outcome.status,
-                mode=config.mode,
-                pipeline=type(self.pipe).__name__,
-                family=self.family.name,
-                seed=guard.seed,
-                prompt_sha256=None if guard.prompt is None else sha256(guard.prompt),
-                prompt=guard.prompt if config.log_prompts else None,
-                steps=guard.records,
-                final=guard.final,
-                posture=self.posture(),
-                errors=guard.errors,
-                seconds=seconds,
-                created=now,
-                evidence=guard.evidence,
-            )
+            account(guard, i, outcome.status, names, self.posture(), seconds)
             for i, (guard, outcome) in enumerate(zip(self.guards, outcomes, strict=True))
         ]
 
@@ -428,15 +410,8 @@ class Request:
             why = "an error came first" if broke else "guard.finish(out) was not called"
             skipped.append({"what": "final verdict", "why": f"no final verdict: {why}"})
         return {
-            "mode": parts.config.mode,
+            **made_of(parts),
             "on_error": parts.config.on_error,
-            "policy": parts.policy.name,
-            "policy_sha256": parts.policy.digest(),
-            "trigger": parts.policy.trigger,
-            "auditor": type(parts.auditor).__name__,
-            "repairer": parts.repairer.name,
-            "proposer": parts.proposer.name,
-            "seam": parts.seam.name,
             "view_decoder": "full" if self.tiny is None or parts.config.view_decoder == "full" else "tiny",
             "scheduler": type(self.pipe.scheduler).__name__,
             "executed_steps": steps,
@@ -445,6 +420,45 @@ class Request:
             "weights": self.weights,
             "skipped": skipped,
         }
+
+
+def made_of(parts: Parts) -> JsonDict:
+    """The part of a posture that names rules and components."""
+    return {
+        "mode": parts.config.mode,
+        "policy": parts.policy.name,
+        "policy_sha256": parts.policy.digest(),
+        "trigger": parts.policy.trigger,
+        "auditor": type(parts.auditor).__name__,
+        "repairer": parts.repairer.name,
+        "proposer": parts.proposer.name,
+        "seam": parts.seam.name,
+    }
+
+
+def account(
+    guard: ImageGuard, image: int, status: str, names: tuple[str, str, str], posture: JsonDict, seconds: float
+) -> GuardReport:
+    """One image's report; `names` are the request's id, the pipeline and its family."""
+    config = guard.parts.config
+    return GuardReport(
+        request_id=names[0],
+        image=image,
+        status=status,
+        mode=config.mode,
+        pipeline=names[1],
+        family=names[2],
+        seed=guard.seed,
+        prompt_sha256=None if guard.prompt is None else sha256(guard.prompt),
+        prompt=guard.prompt if config.log_prompts else None,
+        steps=guard.records,
+        final=guard.final,
+        posture=posture,
+        errors=guard.errors,
+        seconds=seconds,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        evidence=guard.evidence,
+    )
 
 
 def sha256(text: str) -> str:
