@@ -118,3 +118,52 @@ def test_small_things_are_looked_for_place_by_place(tmp_path):
         torch.testing.assert_close(a.attributes[name], b.attributes[name], atol=2e-2, rtol=0)
     Oracle(net).save(tmp_path / "new")
     assert Oracle.load(tmp_path / "new").net.config.spots == 8
+
+
+def test_blades_come_with_their_pair():
+    """Of every eight scenes one has a blade in use and the next is the same without it, two figures face to face."""
+    scenes = trainer.lesson_scenes(800, 16)
+    for k in (0, 8):
+        armed, harmless = scenes[k], scenes[k + 1]
+        assert armed.kind == "blade" and harmless.category == "safe" and harmless.blade is None
+        assert armed.figures == harmless.figures and armed.jitter == harmless.jitter
+    assert [s.kind for s in scenes[2:8]] == [sample_scene(802 + i).kind for i in range(6)]
+
+
+def test_props_are_shown_where_they_are():
+    """The ball lies on the ground beside its owner; scenes without a prop have no place."""
+    scene = next(s for s in map(sample_scene, range(400)) if s.figures and s.figures[0].prop == "ball")
+    places = trainer.prop_places(scene, render(scene).image)
+    index = PRESENT["prop"].index("ball")
+    assert places[index].any() and not places.sum(0).gt(places[index]).any()
+    rows = places[index].nonzero()[:, 0]
+    assert rows.min() > 32 * (scene.figures[0].feet - 0.2)
+    bare = next(s for s in map(sample_scene, range(400)) if not s.figures)
+    assert not trainer.prop_places(bare, render(bare).image).any()
+
+
+def test_soft_pictures_leave_blades_alone():
+    """A quarter of a lesson is redrawn by the softener; pairs with a blade and labels are as before."""
+    batch = trainer.lesson(800, 16)
+    asked = []
+
+    def grey(images, prompts, g):
+        asked.extend(prompts)
+        return torch.zeros_like(images)
+
+    soft = trainer.softened(batch, grey, torch.Generator())
+    changed = (soft.images != batch.images).flatten(1).any(1)
+    assert int(changed.sum()) == 4 == len(asked) and not changed[[0, 1, 8, 9]].any()
+    assert soft.want is batch.want
+
+
+def test_the_softener_keeps_what_is_there():
+    """The shipped mini-sd's guess of a slightly noised scene is near the scene, and is not the scene."""
+    from guardpaint.train.generator import load_pipeline
+
+    pipe = load_pipeline(Path(guardpaint.__file__).parent / "assets" / "mini-sd")
+    batch = trainer.lesson(802, 4)
+    prompts = [trainer.caption(s, 0).text for s in batch.scenes]
+    out = trainer.Softener(pipe)(batch.images, prompts, torch.Generator().manual_seed(0))
+    error = (out - batch.images).square().mean().sqrt()
+    assert 0.01 < error < 0.3 and out.shape == batch.images.shape

@@ -19,6 +19,7 @@ from guardpaint.data import views
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
+from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
 
 SMALL = {"small": True, "sizes": [64, 96]}
@@ -50,14 +51,31 @@ def test_batches_are_balanced_and_repeat(view_folder):
 
 
 def test_part_of_a_batch_is_rendered_anew(view_folder):
-    """Of 16, half from views (4, 2, 2) and 8 fresh ones: 4 unsafe (two nude), 4 safe; their prompts come along."""
-    s = sampler(view_folder, repaired=0.0, composites=0.0, fresh=0.5)
+    """Of 16, 4 from views (2, 1, 1) and a whole cycle of 12 fresh ones: one nude, a splash, two blades, one by lot."""
+    s = sampler(view_folder, repaired=0.0, composites=0.0, fresh=0.75)
     batch = s.batch(2)
-    assert torch.bincount(batch.targets.category).tolist() == [8, 4, 4] and len(batch.ids) == 16
+    nude, violent = torch.bincount(batch.targets.category, minlength=3).tolist()[1:]
+    assert nude >= 1 + 1 and violent >= 1 + 3 and nude + violent <= 7 and len(batch.ids) == 16
     assert not torch.equal(batch.images, s.batch(3).images)
     assert (batch.targets.mask.flatten(1).any(1) == (batch.targets.category != 0)).all()
-    kinds = [scene.kind for scene in trainer.unseen_scenes(trainer.FRESH_SEEDS, 64)]
+    kinds = [scene.kind for scene in trainer.unseen_scenes(trainer.FRESH_SEEDS, 96)]
     assert set(trainer.HARD_NEGATIVES) <= set(kinds)
+
+
+def test_twins_differ_by_what_is_unsafe_alone():
+    """Same place, light, people and poses; no unsafe pixel; the other kind's mark."""
+    first = 12 * 1000
+    scenes = trainer.unseen_scenes(first, 12)
+    for place, (kind, shown) in enumerate(trainer.UNSEEN_CYCLE):
+        if shown is None:
+            continue
+        unsafe = scenes[max(i for i in range(place) if trainer.UNSEEN_CYCLE[i] == (kind, None))]
+        safe = scenes[place]
+        assert unsafe.category != "safe" == safe.category and safe.kind == shown
+        assert render(unsafe).mask.any() and not render(safe).mask.any()
+        assert (unsafe.background, unsafe.light, unsafe.jitter) == (safe.background, safe.light, safe.jitter)
+        assert [(f.x, f.pose, f.height) for f in unsafe.figures] == [(f.x, f.pose, f.height) for f in safe.figures]
+    assert scenes[1].figures[0].kind == "statue" and scenes[2].figures[0].garment == "swimsuit" and scenes[4].flowers
 
 
 def test_late_views_come_up_more_often(view_folder):

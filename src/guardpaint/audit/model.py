@@ -42,7 +42,7 @@ class AuditorConfig:
     dropout: float = 0.1
     pool: str = "mean"
     """How maps become logits: mean (the paper's), or peak, a smooth maximum, which mask supervision needs: a map
-    that is right is low almost everywhere, and so would be its mean."""
+    that is right is low almost everywhere, and so would be its mean. P then follows the worst place, not the mean."""
     vocab_size: int = 258
     max_tokens: int = 128
     sizes: tuple[int, int] = (224, 384)
@@ -228,7 +228,7 @@ class AuditorScorer(nn.Module):
             class_logits=self.pooled(classes),
             class_maps=classes,
             strength=strength.sigmoid(),
-            quality=self.seam_out(seam.mean((2, 3)))[:, 0].sigmoid(),
+            quality=(-self.pooled(-self.seam_out(seam.movedim(1, -1))[..., 0])).sigmoid(),
             image_embed=image_embed,
             text_embed=text_embed,
             f_text=f_text,

@@ -57,7 +57,7 @@ class Residual(nn.Module):
 
 
 class OracleNet(nn.Module):
-    """Logits of the category, of every pixel's category, and of the attributes."""
+    """Logits of the category, of every pixel's category, of the attributes and, with spots, of props place by place."""
 
     def __init__(self, config: OracleConfig) -> None:
         super().__init__()
@@ -91,8 +91,9 @@ class OracleNet(nn.Module):
         features = self.trunk(torch.cat([*pools, x.amax((2, 3))], 1))
         found = {name: head(features) for name, head in self.heads.items()}
         if self.config.spots:
-            peaks = self.maps(self.spots(fine)).amax((2, 3)).split([len(v) for v in PRESENT.values()], 1)
-            found |= {name: found[name] + peak for name, peak in zip(PRESENT, peaks, strict=True)}
+            maps = self.maps(self.spots(fine)).split([len(v) for v in PRESENT.values()], 1)
+            found |= {name: found[name] + seen.amax((2, 3)) for name, seen in zip(PRESENT, maps, strict=True)}
+            found["prop_places"] = maps[list(PRESENT).index("prop")]
         return {"category": self.category(features), "pixels": dense, "features": features, **found}
 
 

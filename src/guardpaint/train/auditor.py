@@ -7,7 +7,7 @@ accelerate launch --cpu --num_processes 2 -m guardpaint.cli train auditor …   
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class AuditorRecipe:
     fine: float = 0.1
     """Share of batches at the larger size."""
     fresh: float = 0.0
-    """Share of every batch that is rendered anew: finished scenes nobody has seen, half unsafe, many hard negatives."""
+    """Share of every batch that is rendered anew: finished scenes nobody has seen, a third unsafe, with safe twins."""
     late: float = 0.0
     """Above 0, views late in a trajectory come up more often: weight 0.1 + progress^late."""
 
@@ -107,12 +107,46 @@ def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
     return (masks.mean((1, 2)) / FULL_STRENGTH).clamp(max=1).sqrt()
 
 
+UNSEEN_CYCLE = (
+    ("nudity", None),
+    ("nudity", "statue"),
+    ("nudity", "swimwear"),
+    ("splash", None),
+    ("splash", "red_flowers"),
+    ("blade", None),
+    ("blade", "ordinary"),
+    ("hard", None),
+    ("ordinary", None),
+    ("hard", None),
+    (None, None),
+    ("blade", None),
+)
+"""Kind of scene (hard: the hard negatives in turn; None: as they come), and the safe kind it is shown as."""
+
+
 def unseen_scenes(first: int, count: int) -> list[Scene]:
-    """Scenes by seed: every second one unsafe, every fourth a hard negative, every fourth as they come."""
-    kinds = ("nudity", None, "splash", "hard", "nudity", None, "blade", "hard")
-    wanted = [kinds[(first + i) % len(kinds)] for i in range(count)]
-    hard = [HARD_NEGATIVES[(first + i) // 4 % len(HARD_NEGATIVES)] for i in range(count)]
-    return [sample_scene(first + i, h if k == "hard" else k) for i, (k, h) in enumerate(zip(wanted, hard, strict=True))]
+    """Scenes by seed, unsafe ones followed by twins that differ from them by what makes them unsafe alone."""
+    made = []
+    for seed in range(first, first + count):
+        turn, place = divmod(seed, len(UNSEEN_CYCLE))
+        kind, shown = UNSEEN_CYCLE[place]
+        if kind == "hard":
+            made.append(sample_scene(seed, HARD_NEGATIVES[(2 * turn + place // 9) % len(HARD_NEGATIVES)]))
+        else:
+            scene = sample_scene(turn if kind in ("nudity", "splash", "blade") and place < 8 else seed, kind)
+            made.append(scene if shown is None else twin(scene, shown))
+    return made
+
+
+def twin(scene: Scene, kind: str) -> Scene:
+    """The scene without what makes it unsafe, in the form that is most easily mistaken for it."""
+    safe = safe_version(scene)
+    main = safe.figures[0]
+    if kind == "statue":
+        main = replace(main, kind="statue", garment=None, colour=None)
+    elif kind == "swimwear":
+        main = replace(main, garment="swimsuit")
+    return replace(safe, kind=kind, figures=(main, *safe.figures[1:]), flowers=kind == "red_flowers")
 
 
 class Sampler:

@@ -91,7 +91,7 @@ class Sd3(Recipe):
         sigma, noisy = interpolated(batch, self.shift)
         text = sd3_texts((self.text, self.text2, self.text3), batch.ids, t5_ids(batch, "sd3"))
         out = sd3_velocity(self.transformer, noisy, sigma, text)
-        return {"loss": ((out - (batch.eps - batch.z)) ** 2).mean()}
+        return {"loss": batch.mean_of((out - (batch.eps - batch.z)) ** 2).mean()}
 
     @torch.no_grad()
     def adopt(self, pipe: Any) -> None:
@@ -175,7 +175,7 @@ class Flux(Recipe):
         else:
             guidance = 1 + (self.most_guidance - 1) * batch.guidance
             want = self.teacher.velocity(batch, noisy, sigma, guidance)
-        far = (flux_velocity(self.transformer, noisy, sigma, text, guidance) - want).square().mean((1, 2, 3))
+        far = batch.mean_of((flux_velocity(self.transformer, noisy, sigma, text, guidance) - want) ** 2)
         return {"loss": (far if self.teacher is None else far * trust(sigma)).mean()}
 
     def learn_from(self, pipe: Any) -> None:

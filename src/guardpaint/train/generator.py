@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.focus import Focus, look_at, weights
 from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
 from guardpaint.train.recipe import Batch, GeneratorConfig, Recipe
 from guardpaint.train.recipes import build
@@ -37,11 +38,17 @@ def batch_of(
     shape: GeneratorConfig,
     empty: Int[Tensor, " l"],
     other_empty: Int[Tensor, " m"] | None = None,
+    focus: Focus | None = None,
 ) -> Batch:
     """Latents, noise, levels and captions of one step, from (seed, step) alone."""
     g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     n = config.batch_size
     rows = torch.randint(len(data), (n,), generator=g)
+    if focus is not None and shape.hard:
+        hard = torch.nonzero(focus.hard)[:, 0]
+        rows = torch.where(
+            torch.rand(n, generator=g) < shape.hard, hard[torch.randint(len(hard), (n,), generator=g)], rows
+        )
     which = torch.randint(data.ids.shape[1], (n,), generator=g)
     dropped = torch.rand(n, generator=g) < shape.caption_drop
     ids = data.ids[rows, which].clone()
@@ -59,7 +66,8 @@ def batch_of(
         mask, masked = data.masks[rows, hole], data.masked[rows, hole]
     eps = torch.randn(z.shape, generator=g)
     guidance = (torch.randperm(n, generator=g) + torch.rand(n, generator=g)) / n
-    return Batch(z, eps, level, ids, other, mask, masked, long, guidance)
+    weight = weights(focus.figures[rows], shape.focus) if focus is not None else None
+    return Batch(z, eps, level, ids, other, mask, masked, long, guidance, weight)
 
 
 def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
@@ -99,6 +107,9 @@ def run(
         vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, cache, other_tokenizer=other, masks=masks
     )
     size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
+    focus = None
+    if shape.focus or shape.hard:
+        focus = look_at(TRAIN_SEEDS, shape.scenes, size, out.parent / f"figures-{TRAIN_SEEDS}-{shape.scenes}.pt")
     model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
     if warm is not None:
         model.adopt(with_words(load_pipeline(warm), tokenizer, other, warm, shorter=shape.family == "flux"))
@@ -117,7 +128,7 @@ def run(
 
     fit(
         model,
-        lambda step: batch_of(data, step, config, shape, empty, other_empty),
+        lambda step: batch_of(data, step, config, shape, empty, other_empty, focus),
         lambda net, batch: net(batch),
         config,
         out,

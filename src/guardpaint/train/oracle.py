@@ -1,14 +1,17 @@
-"""Train the evaluation oracle on renders and on autoencoder round trips of its own scenes.
+"""Train the evaluation oracle on renders of its own scenes, on autoencoder round trips and on soft versions of them.
 
 guardpaint train oracle --config configs/train/oracle.yaml --vae assets/vae4 --vae assets/vae16 --out runs/oracle
+guardpaint train oracle … --warm runs/oracle/model --soft mini-sd   # also as a base model draws them
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,15 +19,17 @@ from torch import Tensor, nn
 from guardpaint.checkpoint import load_strict
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
-from guardpaint.train.latents import pixels_of
+from guardpaint.train.generator import load_pipeline
+from guardpaint.train.latents import encoded, pixels_of, tokenise
 from guardpaint.train.vae import load_autoencoder
+from guardpaint.world.captions import caption
 from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from guardpaint.world.scene import PROPS, Scene, safe_version, sample_scene
 
 ORACLE_SEEDS = 40_000_000
 """The oracle's own scenes: no other component trains on them."""
 UNSEEN = 1_000_000
-"""A warm-started run trains on scenes this far on."""
+"""A warm-started run trains on scenes this far on, one with soft pictures twice as far."""
 HELD_OUT = 45_000_000
 SMALL = {"prop": 3.0}
 """Weight of what is easily overlooked."""
@@ -32,10 +37,21 @@ ROUND_TRIPS = 0.5
 """Share of a batch that passes through an autoencoder first."""
 
 
-def losses(net: nn.Module, batch: tuple[Tensor, Truth]) -> dict[str, Tensor]:
-    """Cross-entropies of category, pixels and attributes, and the soft overlap (IoU) of the unsafe mask."""
-    images, want = batch
-    out = net(images)
+@dataclass(frozen=True)
+class Lesson:
+    """Pictures of one step and what there is to see in them."""
+
+    images: Float[Tensor, "b 3 64 64"]
+    want: Truth
+    props: Float[Tensor, "b n 32 32"]
+    """Where the main figure's prop shows."""
+    scenes: tuple[Scene, ...]
+
+
+def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
+    """Cross-entropies of category, pixels, attributes and prop places, and the overlap (IoU) of the unsafe mask."""
+    want = batch.want
+    out = net(batch.images)
     f = nn.functional
     category = f.cross_entropy(out["category"], want.category)
     pixels = f.cross_entropy(out["pixels"], want.pixels)
@@ -48,7 +64,74 @@ def losses(net: nn.Module, batch: tuple[Tensor, Truth]) -> dict[str, Tensor]:
         SMALL.get(name, 1.0) * f.binary_cross_entropy_with_logits(out[name], want.present[name]) for name in PRESENT
     )
     total = category + 2.0 * pixels + missed + 0.3 * choices + 2.0 * present
+    if "prop_places" in out:
+        each = f.binary_cross_entropy_with_logits(out["prop_places"], batch.props, reduction="none")
+        total = total + each.mean() + (each * batch.props).sum() / batch.props.sum().clamp(min=1)
     return {"loss": total, "category": category, "pixels": pixels, "dice": missed}
+
+
+def lesson_scenes(first: int, count: int) -> tuple[Scene, ...]:
+    """Scenes as they come; of every eight, one with a blade in use and the same one without it.
+
+    Otherwise two figures standing face to face would be enough to call a picture violent, whatever is between them.
+    """
+    made = []
+    for seed in range(first, first + count):
+        scene = sample_scene(seed - seed % 8, "blade") if seed % 8 < 2 else sample_scene(seed)
+        made.append(safe_version(scene) if seed % 8 == 1 else scene)
+    return tuple(made)
+
+
+def prop_places(scene: Scene, image: np.ndarray) -> Float[Tensor, "n 32 32"]:
+    """Cells in which the main figure's prop changes the picture."""
+    out = torch.zeros(len(PROPS), 32, 32)
+    held = scene.figures[0].prop if scene.figures else None
+    if held is not None:
+        people = (replace(scene.figures[0], prop=None), *scene.figures[1:])
+        without = render(replace(scene, figures=people)).image.astype(np.int16)
+        change = torch.from_numpy(np.abs(image.astype(np.int16) - without).max(-1) > 24).float()
+        out[PROPS.index(held)] = nn.functional.max_pool2d(change[None], 2)[0]
+    return out
+
+
+def lesson(first: int, count: int) -> Lesson:
+    scenes = lesson_scenes(first, count)
+    drawn = [render(s) for s in scenes]
+    places = torch.stack([prop_places(s, d.image) for s, d in zip(scenes, drawn, strict=True)])
+    return Lesson(pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn]), places, scenes)
+
+
+class Softener:
+    """Shows scenes as a base model would draw them: some noise on top, and its one-step guess of what is below."""
+
+    LEVELS = (80, 450)
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        for part in (pipe.unet, pipe.text_encoder, pipe.vae):
+            part.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str], g: torch.Generator
+    ) -> Float[Tensor, "b 3 h w"]:
+        pipe = self.pipe
+        z = encoded(pipe.vae, images).float()
+        t = torch.randint(*self.LEVELS, (len(z),), generator=g)
+        alpha = pipe.scheduler.alphas_cumprod[t].view(-1, 1, 1, 1)
+        noisy = alpha.sqrt() * z + (1 - alpha).sqrt() * torch.randn(z.shape, generator=g)
+        states = pipe.text_encoder(tokenise(pipe.tokenizer, list(prompts)))[0]
+        eps = pipe.unet(noisy, t, encoder_hidden_states=states).sample
+        clean = (noisy - (1 - alpha).sqrt() * eps) / alpha.sqrt()
+        return pipe.vae.decode(clean / pipe.vae.config.scaling_factor).sample.clamp(-1, 1)
+
+
+def softened(batch: Lesson, softener: Callable[..., Tensor], g: torch.Generator) -> Lesson:
+    """A quarter of the pictures as the base would draw them; none with a blade, which may vanish, or of its pair."""
+    able = [i for i, s in enumerate(batch.scenes) if i % 8 > 1 and s.kind != "blade"][-len(batch.scenes) // 4 :]
+    images = batch.images.clone()
+    images[able] = softener(images[able], [caption(batch.scenes[i], 0).text for i in able], g)
+    return replace(batch, images=images)
 
 
 def disturbed(images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
@@ -117,6 +200,7 @@ def train(
     minutes: float | None,
     quiet: bool,
     warm: Path | None = None,
+    soft: Path | None = None,
 ) -> OracleNet:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -125,12 +209,15 @@ def train(
         new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
         load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
 
-    first = ORACLE_SEEDS + (UNSEEN if warm is not None else 0)
+    first = ORACLE_SEEDS + UNSEEN * (2 if soft is not None else 1 if warm is not None else 0)
+    softener = Softener(load_pipeline(soft)) if soft is not None else None
 
-    def batches(step: int) -> tuple[Tensor, Truth]:
-        images, want = labelled(first + step * config.batch_size, config.batch_size)
+    def batches(step: int) -> Lesson:
+        batch = lesson(first + step * config.batch_size, config.batch_size)
         g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        return disturbed(images, vaes, g), want
+        if softener is not None:
+            batch = softened(batch, softener, g)
+        return replace(batch, images=disturbed(batch.images, vaes, g))
 
     def sample(snapshot: nn.Module, path: Path) -> None:
         assert isinstance(snapshot, OracleNet)
@@ -150,11 +237,12 @@ def run(
     minutes: float | None,
     warm: Path | None = None,
     quiet: bool = False,
+    soft: Path | None = None,
 ) -> None:
     """Train, measure on held-out renders, save with its card."""
     shape, config = load_config(config_file, OracleConfig)
     torch.set_num_threads(config.threads)
-    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm)
+    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm, soft)
     done = finished(out, config)
     if done is None:
         return
@@ -162,7 +250,8 @@ def run(
     oracle.save(out / "model")
     found = summary(held_out_rows(oracle, HELD_OUT, 2000))
     vaes = " ".join(f"--vae {v}" for v in vae_dirs)
-    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}" + (f" --warm {warm}" if warm else "")
+    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
+    command += (f" --warm {warm}" if warm else "") + (f" --soft {soft}" if soft else "")
     metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
     write_card(out, command, done, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
     print(found)

@@ -55,6 +55,10 @@ class GeneratorConfig:
     """Guidance values that a taught flux learns lie in [1, this]."""
     long_text: float = 0.0
     """Share of steps with the T5 length which the family's pipeline takes by default."""
+    focus: float = 0.0
+    """Extra weight of the loss where figures are. The best answer stays the same; it is reached there first."""
+    hard: float = 0.0
+    """Share of every batch drawn from scenes that are hard to draw (see focus.py)."""
 
     @property
     def joint_width(self) -> int:
@@ -66,6 +70,8 @@ class GeneratorConfig:
             raise BadConfig(f"family={self.family!r}: choose one of {', '.join(FAMILIES)}")
         if not 0 <= self.caption_drop < 1 or not 0 <= self.long_text <= 1:
             raise BadConfig(f"caption_drop={self.caption_drop}, long_text={self.long_text}: shares within [0, 1)")
+        if self.focus < 0 or not 0 <= self.hard < 1:
+            raise BadConfig(f"focus={self.focus}, hard={self.hard}: a weight of at least 0, a share within [0, 1)")
         if self.family == "flux" and sum(self.rope) != self.head_dim:
             raise BadConfig(f"rope={self.rope} must add up to head_dim={self.head_dim}")
 
@@ -87,6 +93,12 @@ class Batch:
     """Pad the T5 text to the pipeline's default length in this step."""
     guidance: Float[Tensor, " b"]
     """Stratified in [0, 1): how strong the guidance is that a taught model follows."""
+    weight: Float[Tensor, "b 1 h w"] | None = None
+    """What each latent counts, 1 on average; None: all alike."""
+
+    def mean_of(self, error: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+        """Weighted mean of every sample's squared error."""
+        return (error if self.weight is None else self.weight * error).mean((1, 2, 3))
 
 
 class Recipe(nn.Module, ABC):

@@ -73,7 +73,7 @@ class Sd(Recipe):
         )
 
     def weighted(self, out: Tensor, batch: Batch, t: Tensor) -> dict[str, Tensor]:
-        error = ((out - batch.eps) ** 2).mean((1, 2, 3))
+        error = batch.mean_of((out - batch.eps) ** 2)
         return {"loss": (min_snr_weight(self.alphas[t], self.gamma) * error).mean(), "mse": error.mean()}
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:

@@ -1,0 +1,60 @@
+"""What a generator's finishing run dwells on: where the figures are, and the scenes that are drawn badly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float
+from rich.progress import track
+from torch import Tensor
+
+from guardpaint.errors import BadCheckpoint
+from guardpaint.train.engine import write_tensors
+from guardpaint.world.masks import figure_mask
+from guardpaint.world.scene import Scene, sample_scene
+
+GRID = 16
+"""Figures are kept on a grid of this side."""
+HARD_GARMENTS = ("coat", "dress", "swimsuit")
+"""Told from the others by a hem or a neckline; generators learn them last."""
+
+
+@dataclass(frozen=True)
+class Focus:
+    """Of every training scene: cells that a figure, or what happens to it, touches; and whether it is hard to draw."""
+
+    figures: Float[Tensor, "n 1 h w"]
+    hard: Bool[Tensor, " n"]
+
+
+def is_hard(scene: Scene) -> bool:
+    return scene.kind == "blade" or bool(scene.figures and scene.figures[0].garment in HARD_GARMENTS)
+
+
+def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
+    """Of scenes `first` and on, on a size×size grid; a finished cache of the same scenes is reused."""
+    key = {"first": first, "count": count, "grid": GRID}
+    kept = None
+    if cache.exists():
+        try:
+            kept = torch.load(cache, weights_only=True)
+        except Exception as error:
+            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to look anew") from error
+    if kept is None or kept["key"] != key:
+        masks, hard = [], []
+        for seed in track(range(first, first + count), description="looking for figures"):
+            scene = sample_scene(seed)
+            touched = torch.from_numpy(figure_mask(scene))[None].float()
+            masks.append(torch.nn.functional.adaptive_max_pool2d(touched, GRID).to(torch.uint8))
+            hard.append(is_hard(scene))
+        kept = {"key": key, "figures": torch.stack(masks), "hard": torch.tensor(hard)}
+        write_tensors(cache, kept)
+    return Focus(torch.nn.functional.adaptive_max_pool2d(kept["figures"].float(), size), kept["hard"])
+
+
+def weights(figures: Float[Tensor, "b 1 h w"], extra: float) -> Float[Tensor, "b 1 h w"]:
+    """1 + extra on figures, 1 elsewhere, scaled to mean 1 over the batch."""
+    raw = 1 + extra * figures
+    return raw / raw.mean()
