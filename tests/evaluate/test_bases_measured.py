@@ -66,7 +66,9 @@ def test_labels_by_eye(oracle, tmp_path, monkeypatch):
     assert [p.name for p in sheets] == ["mini-sd-000.png", "mini-sd-008.png"] and all(p.exists() for p in sheets)
     file = tmp_path / "labels.csv"
     file.write_text("index,label\n" + "".join(f"{i},safe\n" for i in range(199)))
-    monkeypatch.setattr(world, "eye_pictures", lambda name: iter([(i, "p", p) for i, p in enumerate(PICTURES * 100)]))
+    monkeypatch.setattr(
+        world, "eye_pictures", lambda name, pictures=None: iter([(i, "p", p) for i, p in enumerate(PICTURES * 100)])
+    )
     with pytest.raises(BadInput, match="needs one label"):
         world.measure_eye("mini-sd", oracle, file)
     file.write_text("index,label\n" + "".join(f"{i},safe\n" for i in range(200)))
@@ -92,3 +94,19 @@ def test_time_and_rendering_are_measured():
     assert len(world.measure_render(repeats=2, count=5)) == 2
     rows = world.measure_time(repeats=1)
     assert [r["part"] for r in rows] == ["mini-sd"] and rows[0]["value"] > 0
+
+
+def test_kept_pictures_are_not_drawn_again(tmp_path, monkeypatch):
+    """The same weights, prompts and seeds: read back bit for bit. Other seeds or other weights: drawn."""
+    first = world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 6])
+    real, calls = world.draw, []
+    monkeypatch.setattr(world, "draw", lambda *a: calls.append(a) or real(*a))
+    again = world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 6])
+    assert not calls and [p.tobytes() for p in again] == [p.tobytes() for p in first]
+    world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 7])
+    other = world.Album("mini-sd", tmp_path)
+    with torch.no_grad():
+        other.pipe.unet.conv_out.bias.add_(1.0)
+    monkeypatch.setattr(world, "load_base", lambda name: other.pipe)
+    world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 6])
+    assert len(calls) == 2 and not list(tmp_path.glob("*.part"))

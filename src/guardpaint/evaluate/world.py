@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import io
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -23,6 +25,7 @@ from PIL import Image
 from rich.progress import track
 
 from guardpaint.bases import ASSETS, INPAINTER, load_base, megabytes, settings, shipped
+from guardpaint.checkpoint import fingerprint
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.oracle import CATEGORIES, JUDGED, Oracle
 from guardpaint.evaluate.statistics import bootstrap, kid, mean, share
@@ -64,9 +67,34 @@ def draw(
     return list(pipe(list(prompts), generator=generators, **{**call, **extra}).images)
 
 
-def measure_base(name: str, oracle: Oracle, count: int) -> list[Row]:
+class Album:
+    """Draws with one base; with a folder, keeps every batch there, so that another judge need not wait for it again."""
+
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.pipe, self.call, self.folder = load_base(name), settings(name), folder
+        self.made_by = ""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            parts = [p for p in self.pipe.components.values() if isinstance(p, torch.nn.Module)]
+            self.made_by = "".join(fingerprint(p) for p in parts)
+
+    def draw(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[Image.Image]:
+        if self.folder is None:
+            return draw(self.pipe, self.call, prompts, seeds)
+        what = json.dumps([self.made_by, sorted(self.call.items()), list(prompts), list(seeds)])
+        file = self.folder / f"{hashlib.sha256(what.encode()).hexdigest()[:24]}.npz"
+        if not file.exists():
+            images = np.stack([np.asarray(i) for i in draw(self.pipe, self.call, prompts, seeds)])
+            half = file.with_suffix(".part")
+            with half.open("wb") as out:
+                np.savez_compressed(out, images=images)
+            half.replace(file)
+        return [Image.fromarray(i) for i in np.load(file)["images"]]
+
+
+def measure_base(name: str, oracle: Oracle, count: int, pictures: Path | None = None) -> list[Row]:
     """Benign and unsafe held-out prompts at the shipped settings, judged by the oracle."""
-    pipe, call = load_base(name), settings(name)
+    album = Album(name, pictures)
     rows: list[Row] = []
     features = []
     for what, wanted in (("benign", lambda s: s.category == "safe"), ("unsafe", lambda s: s.category != "safe")):
@@ -75,7 +103,7 @@ def measure_base(name: str, oracle: Oracle, count: int) -> list[Row]:
             chunk = todo[start : start + BATCH]
             texts = [caption(scene, 0) for _, scene in chunk]
             began = time.monotonic()
-            verdicts = oracle.look(draw(pipe, call, [t.text for t in texts], [seed for seed, _ in chunk]))
+            verdicts = oracle.look(album.draw([t.text for t in texts], [seed for seed, _ in chunk]))
             spent = (time.monotonic() - began) / len(chunk)
             if what == "benign":
                 features.append(verdicts.features.numpy())
@@ -199,22 +227,24 @@ def eye_scenes(count: int = 200) -> list[tuple[int, Scene]]:
     return list(held_out_scenes(count, lambda s: True, PROMPT_SEEDS + 80_000))
 
 
-def eye_pictures(name: str, count: int = 200) -> Iterator[tuple[int, str, Image.Image]]:
+def eye_pictures(name: str, count: int = 200, pictures: Path | None = None) -> Iterator[tuple[int, str, Image.Image]]:
     """Seed, prompt and picture of every image to label."""
-    pipe, call = load_base(name), settings(name)
+    album = Album(name, pictures)
     todo = eye_scenes(count)
     for start in track(range(0, len(todo), BATCH), description=f"{name} to label"):
         chunk = todo[start : start + BATCH]
         texts = [caption(scene, 0).text for _, scene in chunk]
-        pictures = draw(pipe, call, texts, [seed for seed, _ in chunk])
-        yield from zip([seed for seed, _ in chunk], texts, pictures, strict=True)
+        seeds = [seed for seed, _ in chunk]
+        yield from zip(seeds, texts, album.draw(texts, seeds), strict=True)
 
 
-def label_sheets(name: str, out: Path, count: int = 200, columns: int = 10, rows: int = 5) -> list[Path]:
+def label_sheets(
+    name: str, out: Path, count: int = 200, columns: int = 10, rows: int = 5, kept: Path | None = None
+) -> list[Path]:
     """Numbered contact sheets without prompts or verdicts, to be labelled by eye."""
     from PIL import ImageDraw
 
-    pictures = [p for _, _, p in eye_pictures(name, count)]
+    pictures = [p for _, _, p in eye_pictures(name, count, kept)]
     out.mkdir(parents=True, exist_ok=True)
     made = []
     for start in range(0, count, columns * rows):
@@ -228,11 +258,11 @@ def label_sheets(name: str, out: Path, count: int = 200, columns: int = 10, rows
     return made
 
 
-def measure_eye(name: str, oracle: Oracle, labels: Path) -> list[Row]:
+def measure_eye(name: str, oracle: Oracle, labels: Path, pictures: Path | None = None) -> list[Row]:
     """The oracle against labels given by eye: a CSV with the columns index and label."""
     with labels.open(newline="", encoding="utf-8") as file:
         given = {int(r["index"]): r["label"] for r in csv.DictReader(file)}
-    made = list(eye_pictures(name))
+    made = list(eye_pictures(name, pictures=pictures))
     if sorted(given) != list(range(len(made))) or not set(given.values()) <= set(CATEGORIES):
         raise BadInput(f"{labels}: needs one label ({', '.join(CATEGORIES)}) for each index 0 … {len(made) - 1}")
     said = oracle.look([p for _, _, p in made]).categories()
@@ -317,7 +347,7 @@ def read_rows(path: Path) -> list[Row]:
     return list(csv.DictReader(io.StringIO(gzip.decompress(raw.read_bytes()).decode())))
 
 
-def run(parts: Sequence[str], path: Path, count: int = 500) -> dict[str, Any]:
+def run(parts: Sequence[str], path: Path, count: int = 500, pictures: Path | None = None) -> dict[str, Any]:
     """Measure the parts (all, when none is named) and write the results file anew."""
     have = [*shipped(), *([INPAINTER] if (ASSETS / INPAINTER).exists() else [])]
     eyes = [f"eye-{name}" for name in shipped() if (LABELS / f"{name}.csv").exists()]
@@ -336,13 +366,13 @@ def run(parts: Sequence[str], path: Path, count: int = 500) -> dict[str, Any]:
             made = measure_time()
         elif part.startswith("eye-"):
             name = part.removeprefix("eye-")
-            made = measure_eye(name, judge(), LABELS / f"{name}.csv")
+            made = measure_eye(name, judge(), LABELS / f"{name}.csv", pictures)
         elif part.startswith("vae"):
             made = measure_vae(part)
         elif part == INPAINTER:
             made = measure_inpainter(judge(), count)
         else:
-            made = measure_base(part, judge(), count)
+            made = measure_base(part, judge(), count, pictures)
         replaced = {(r["part"], r["what"]) for r in made}
         kept = [r for r in kept if (r["part"], r["what"]) not in replaced]
         kept += [{**r, "git": REVISION} for r in made]

@@ -98,7 +98,8 @@ def plot(log: Path, out: Path, method: str) -> Path:
     for axis in (first, second, third):
         for k, row in enumerate(begins, 2):
             axis.axvline(step[row], color="#999999", lw=1)
-            axis.annotate(f"phase {k}", (step[row], 0.98), xycoords=("data", "axes fraction"), fontsize=8, va="top")
+            spot = (step[row], 1.06 - 0.06 * (k - 2))
+            axis.annotate(f"phase {k}", spot, xycoords=("data", "axes fraction"), fontsize=8, va="top")
         axis.set_xlabel("step")
         axis.legend(loc="best", fontsize=8)
     drawing.savefig(path, dpi=110)

@@ -11,6 +11,10 @@ from guardpaint.evaluate.commands import say_metrics
 
 LEAST_LEVEL = 0.02
 """A calibrated mask level below this says that the heat maps cannot promise their coverage."""
+Pictures = Annotated[
+    Path | None,
+    typer.Option(help="Keep generated pictures here; what the same weights drew before is not drawn again."),
+]
 app = typer.Typer(help="The paper-doll world: look at it, export it, measure its models.", no_args_is_help=True)
 
 
@@ -50,22 +54,24 @@ def world_measure(
         "docs/results/world.json"
     ),
     count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
+    pictures: Pictures = None,
 ) -> None:
     """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
     from guardpaint.evaluate import world
 
-    say_metrics(world.run(part or [], results, count))
+    say_metrics(world.run(part or [], results, count, pictures))
 
 
 @app.command("sheets")
 def world_sheets(
     base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Where the sheets go.")] = Path("out/sheets"),
+    pictures: Pictures = None,
 ) -> None:
     """Numbered sheets of 200 generated pictures to label by eye, against which the oracle is checked."""
     from guardpaint.evaluate import world
 
-    for path in world.label_sheets(base, out_dir):
+    for path in world.label_sheets(base, out_dir, kept=pictures):
         typer.echo(str(path))
 
 
