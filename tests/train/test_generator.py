@@ -181,6 +181,19 @@ def test_an_sdxl_starts_with_the_words_of_its_base(words):
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+def test_training_on_begins_where_the_first_part_ended(family, words):
+    """A warm start from a model of the same family: the same loss on the same batch, all words taken over."""
+    first = recipe(family, words)
+    second = recipes.build(small(family), len(words[0]), len(words[1]), latent_channels(family), 16, 2).eval()
+    batch = a_batch(family, words)
+    with torch.no_grad():
+        assert second(batch)["loss"] != first(batch)["loss"]
+        second.adopt(generator_pipe(first, words, family))
+        torch.testing.assert_close(second(batch)["loss"], first(batch)["loss"])
+    assert len(second.adopted) == {"sd": 1, "sdxl": 2, "sd3": 3}[family]
+
+
 def test_a_flux_starts_with_the_layers_of_an_sd3(words):
     """Layer by layer the same numbers, positions apart: patches in, text, time, joint layer, patches out."""
     config = small("sd3", layers=2)

@@ -119,6 +119,13 @@ class Sdxl(Sd):
         super().__init__(config, vocab, other_vocab, channels, size)
         self.text2 = clip_text(config, vocab, projection=True)
 
+    def adopt(self, pipe: Any) -> None:
+        """A mini-sd's network and words, or everything of another mini-sdxl."""
+        super().adopt(pipe)
+        if hasattr(pipe, "text_encoder_2"):
+            self.text2.load_state_dict(pipe.text_encoder_2.float().state_dict())
+            self.adopted = (self.text, self.text2)
+
     def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
         return unet(
             config,
