@@ -157,8 +157,22 @@ def test_post_hoc_inpainting_fills_the_flagged_area_alone():
 
 
 def test_variants_differ_where_they_should():
-    kinds = guarded.variants(GuardPaint(AlwaysUnsafe(), PaintsFlat()))
-    assert kinds["paper"].guard.config.view == "stepped" and kinds["ours"].guard.config.view == "x0"
-    assert kinds["ours_ladder_off"].guard.policy.last_resort == ("block",)
+    """The paper's settings do not follow ours; without a ladder, as with the paper's, what is flagged comes out."""
+    tuned = GuardPaint(AlwaysUnsafe(), PaintsFlat()).configured(candidates=2, audits=1, selection="first")
+    kinds = guarded.variants(tuned)
+    paper = kinds["paper"].guard
+    assert paper.config.view == "stepped" and kinds["ours"].guard.config.view == "x0"
+    assert (paper.config.candidates, paper.config.audits, paper.config.selection) == (5, 2, "best")
+    for name in ("ours_ladder_off", "paper"):
+        assert kinds[name].guard.policy.last_resort == ("keep",)
     out = kinds["ours_ladder_off"].generate(a_base("sd"), ["a person"], [1])[0]
-    assert out.status == "blocked" and out.image is None
+    assert out.status == "released_flagged" and out.image is not None
+    assert kinds["ours"].generate(a_base("sd"), ["a person"], [1])[0].status == "blocked"
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
+def test_the_papers_guard_uses_the_rule_of_the_family(family):
+    rule = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}[family]
+    guard = guarded.variants(GuardPaint(AlwaysUnsafe(), PaintsFlat()))["paper"]
+    out = guard.generate(a_base(family), ["a person"], [1])[0]
+    assert guard.reinsertion[family] == rule and out.detail["triggered"] and not out.detail["error"]

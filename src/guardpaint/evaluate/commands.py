@@ -85,11 +85,13 @@ def eval_attack(
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
 ) -> None:
     """Search prompts that get past the filter of a stock system; run again to go on."""
+    from guardpaint.checkpoint import fingerprint
     from guardpaint.commands import load_base
     from guardpaint.errors import BadInput
     from guardpaint.evaluate.attacks import search, system
     from guardpaint.evaluate.defences.base import Base
     from guardpaint.evaluate.defences.prompt_filter import PromptFilter, base_encoder
+    from guardpaint.evaluate.harness import base_hash, short_hash
     from guardpaint.evaluate.oracle import Oracle
     from guardpaint.world.captions import KEYWORDS
 
@@ -105,7 +107,9 @@ def eval_attack(
         return system.Target(stock, door, lambda i: oracle.look([i]).categories()[0] != "safe", budget)
 
     prompts = [(seed, text) for seed, _, text in search.targets(count)]
-    found = search.run(search.ATTACKS[attack](), prompts, target, surrogate, out_dir / f"{attack}-{base}.jsonl")
+    against = short_hash(base_hash(stock), fingerprint(oracle.net), budget, vars(search.ATTACKS[attack]()))
+    file = out_dir / f"{attack}-{base}.jsonl"
+    found = search.run(search.ATTACKS[attack](), prompts, target, surrogate, file, against)
     hits = sum(bool(r["success"]) for r in found)
     typer.echo(f"{attack} on {base}: {hits} of {len(found)} prompts succeed behind the filter")
 
@@ -114,7 +118,9 @@ def eval_attack(
 def eval_run(
     suite: Annotated[str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file.")],
     base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
-    defence: Annotated[list[str], typer.Option(help="Defence; repeat. `--defence help` lists them.")],
+    defence: Annotated[
+        list[str], typer.Option("--defence", "--defense", help="Defence; repeat. `--defence help` lists them.")
+    ],
     guard: Annotated[
         str | None, typer.Option(help="Guard of the guarded and post-hoc defences; default: the embedded one.")
     ] = None,
@@ -123,7 +129,12 @@ def eval_run(
     searched: Annotated[str, typer.Option(help="Base the attack prompts were searched on.")] = "mini-sd",
     file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to go on.")] = Path("runs/eval"),
-    pictures: Annotated[int, typer.Option(min=0, help="Pictures kept per base and defence.")] = 60,
+    pictures: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Pictures kept per suite, base and defence; all unless told. Kept ones can be judged anew."
+        ),
+    ] = None,
     judge: Annotated[
         str,
         typer.Option(help="oracle (paper dolls), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Suites of SPEC §7: `--defence ablation:NAME` runs every member."""
 DEFENCES = (*FREE, *POST_HOC, *GUARDED)
+SEARCHED = "mini-sd"
+"""Attack prompts found on this base are transferred to the others; what was found on another carries its name."""
 
 
 def expanded(names: Sequence[str]) -> list[str]:
@@ -103,9 +105,13 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
     if guard is None:
         raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
     if kind in GUARDED:
-        ready = changed(guarded.variants(guard)[kind].guard, options)
-        made: Defence = guarded.Guarded(ready, name)
-        settings = {**ready.config.to_dict(), "policy": ready.policy.to_dict()}
+        variant = guarded.variants(guard)[kind]
+        ready = changed(variant.guard, options)
+        own_rule = any(o.startswith("reinsertion=") for o in options.split(","))
+        rules = None if own_rule else variant.reinsertion
+        made: Defence = replace(variant, guard=ready, name=name, reinsertion=rules)
+        used = [type(part).__name__ for part in (ready.parts.repairer, ready.parts.proposer)]
+        settings = {**ready.config.to_dict(), "policy": ready.policy.to_dict(), "rules": rules, "parts": used}
     else:
         extra = {"pipe": open_inpainter("mini-inpaint")} if name == "post_hoc_inpaint" else {}
         made = POST_HOC[name](guard.parts, **extra)
@@ -130,13 +136,15 @@ def base_hash(base: Base) -> str:
 
 
 def open_suites(
-    suite: str, n: int, attacks: Path, searched: str, file_format: str | None
+    suite: str, n: int | None, attacks: Path, searched: str, file_format: str | None
 ) -> tuple[list[list[runner.Case]], list[str]]:
+    """Cases of every suite meant; n None: all there are (no benign ones: any number of those could be made)."""
     if suite == "benign":
-        return [runner.benign_suite(n)], []
+        return [runner.benign_suite(n or 0)], []
     if suite == "attacks" or suite in ATTACKS:
         names = list(ATTACKS) if suite == "attacks" else [suite]
-        return [runner.attack_suite(attacks / f"{a}-{searched}.jsonl", n) for a in names], []
+        named = [(a, a if searched == SEARCHED else f"{a}@{searched}") for a in names]
+        return [runner.attack_suite(attacks / f"{a}-{searched}.jsonl", n, called) for a, called in named], []
     if Path(suite).exists():
         cases, notes = runner.file_suite(Path(suite), file_format, n)
         return [cases], notes
@@ -153,7 +161,7 @@ def run(
     searched: str,
     file_format: str | None,
     out: Path,
-    pictures: int,
+    pictures: int | None,
     judge_name: str = "oracle",
     measured_by: Sequence[str] = (),
     processes: int = 1,
@@ -175,34 +183,89 @@ def run(
     if len({m.partition(":")[0] for m in measured_by}) < len(measured_by):
         raise BadInput(f"metrics {', '.join(measured_by)}: one of each kind")
     judge, rows = judged_by(judge_name, loaded.policy if loaded else Policy.default()), runner.Rows(out)
-    pieces: list[Piece] = []
-    current: dict[summary.Cell, str] = {}
-    total = 0
-    for name in bases:
-        base = open_base(name)
-        for (defence, config), called in zip(opened, wanted, strict=True):
-            reason = defence.applies(base)
-            if reason:
-                yield f"{defence.name} on {name}: not applicable, {reason}"
-                continue
-            key = short_hash(config, weights_of(name), judge.identity, *measured_by)
-            for cases in suites:
-                current[cases[0].suite, name, defence.name] = key
-                todo = [c for c in cases if runner.key_of(name, defence.name, key, c) not in rows.found]
-                total += len(cases)
-                pieces += [
-                    Piece(name, called, key, guard, needed, judge_name, tuple(measured_by), tuple(part))
-                    for part in runner.chunked(todo, runner.BATCH)
-                ]
-    fresh = sum(len(p.cases) for p in pieces)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task(suite, total=total, completed=total - fresh)
-        for made in spread(work, pieces, processes, ray):
-            runner.keep(made, rows, out, pictures)
-            progress.advance(task, len(made))
-    yield f"{suite}: {fresh} new of {total}"
-    yield from finish(summary.latest(list(rows.found.values()), current), out)
+    metrics = {name: metric_of(name) for name in measured_by}
+    plan = Plan(rows, out, judge, metrics)
+    # Without its ladder the guard does the same as with it until the ladder is needed: those rows come second.
+    second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
+    for names in ([w for w in wanted if w not in second], second):
+        pieces: list[Piece] = []
+        for name in bases:
+            base = open_base(name)
+            for called, (defence, config) in zip(wanted, opened, strict=True):
+                if called not in names:
+                    continue
+                reason = defence.applies(base)
+                if reason:
+                    yield f"{defence.name} on {name}: not applicable, {reason}"
+                    continue
+                key = short_hash(config, weights_of(name))
+                for cases in suites:
+                    if called in second:
+                        plan.take_over(name, key, current_of(plan, cases, name), cases)
+                    todo = plan.missing(name, defence.name, key, cases)
+                    # A picture's last bits depend on its batch: batches are the same ones for every defence.
+                    batches = [p for p in runner.chunked(cases, runner.BATCH) if any(c in todo for c in p)]
+                    if called in second:
+                        batches = list(runner.chunked(todo, runner.BATCH))
+                    pieces += [
+                        Piece(name, called, key, guard, needed, judge_name, tuple(measured_by), tuple(part))
+                        for part in batches
+                    ]
+        fresh = sum(len(p.cases) for p in pieces)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns) as progress:
+            task = progress.add_task(suite, total=fresh)
+            for made in spread(work, pieces, processes, ray):
+                runner.keep(made, rows, out, pictures)
+                progress.advance(task, len(made))
+        if names:
+            yield f"{suite}: {fresh} new of {plan.total}"
+    everything, _ = open_suites(suite, None, attacks, searched, file_format)
+    valid = {c[0].suite: {(x.prompt, x.seed) for x in c} for c in everything if c}
+    found = [
+        r for r in rows.found.values() if (r["prompt"], r["seed"]) in valid.get(r["suite"], {(r["prompt"], r["seed"])})
+    ]
+    yield from finish(summary.latest(found, plan.current), out)
+
+
+def current_of(plan: Plan, cases: Sequence[runner.Case], base: str) -> str:
+    return plan.current.get((cases[0].suite, base, "ours"), "")
+
+
+@dataclass
+class Plan:
+    """What a run has already, and what is still to be drawn."""
+
+    rows: runner.Rows
+    out: Path
+    judge: Judge
+    metrics: dict[str, PromptMetric]
+    current: dict[summary.Cell, str] = field(default_factory=dict)
+    total: int = 0
+
+    def missing(self, base: str, defence: str, key: str, cases: Sequence[runner.Case]) -> list[runner.Case]:
+        """Cases without a row. Rows of another judge are judged anew where their picture was kept."""
+        self.current[cases[0].suite, base, defence] = key
+        self.total += len(cases)
+        wanted = runner.judge_key(self.judge, list(self.metrics))
+        todo, anew = [], []
+        for case in cases:
+            row = self.rows.found.get(runner.key_of(base, defence, key, case))
+            if row is not None and row.get("judge") != wanted:
+                row = runner.judged_anew(row, self.out, case, self.judge, self.metrics)
+                anew += [row] if row is not None else []
+            if row is None:
+                todo.append(case)
+        self.rows.add(anew)
+        return todo
+
+    def take_over(self, base: str, key: str, ours: str, cases: Sequence[runner.Case]) -> None:
+        """Rows of `ours` whose ladder was not needed are those of `ours_ladder_off`, word for word."""
+        for case in cases:
+            row = self.rows.found.get(runner.key_of(base, "ours", ours, case))
+            own = runner.key_of(base, "ours_ladder_off", key, case)
+            if row is not None and row.get("ladder") == "" and not row.get("error") and own not in self.rows.found:
+                self.rows.add([{**row, "key": own, "defence": "ours_ladder_off", "config": key}])
 
 
 @dataclass(frozen=True)
@@ -224,10 +287,10 @@ def work(piece: Piece) -> list[runner.Made]:
     loaded = open_guard(piece.guard) if piece.guarded else None
     base, (defence, config) = open_base(piece.base), defended(piece.defence, piece.guard, piece.guarded)
     judge = judged_by(piece.judge, loaded.policy if loaded else Policy.default())
-    key = short_hash(config, weights_of(piece.base), judge.identity, *piece.metrics)
+    key = short_hash(config, weights_of(piece.base))
     if key != piece.config:
         raise BadInput(f"{piece.base} or {piece.defence} has other weights in this process than where the run began")
-    return runner.draw(base, defence, key, piece.cases, judge, [metric_of(m) for m in piece.metrics])
+    return runner.draw(base, defence, key, piece.cases, judge, {m: metric_of(m) for m in piece.metrics})
 
 
 @cache
@@ -261,7 +324,13 @@ def weights_of(name: str) -> str:
 
 
 def finish(rows: list[dict[str, Any]], out: Path) -> Iterator[str]:
-    """results.json, samples.parquet and report.html from the rows."""
+    """results.json, samples.parquet and report.html from the rows; what a reader should be wary of is said aloud."""
+    broken = [r for r in rows if r.get("error")]
+    if broken:
+        yield f"the guard failed on {len(broken)} pictures (withheld): {broken[0]['error']}"
+    revisions = dict.fromkeys(str(r.get("git", "unknown")) for r in rows)
+    if len(revisions) > 1:
+        yield f"rows of {len(revisions)} revisions of the code: {', '.join(revisions)}"
     write_results(out / "results.json", summary.metrics(rows), rows, seed=0)
     runner.write_parquet(rows, out / "samples.parquet")
     yield f"wrote {out / 'results.json'}, {out / 'samples.parquet'} and {page.write(rows, out)}"

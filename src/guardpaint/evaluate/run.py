@@ -3,6 +3,7 @@
 guardpaint eval run attacks --base mini-sd --defence undefended --defence ours --guard DIR --out runs/eval
 
 A row's key is a hash of everything that decides its picture: an interrupted run goes on, and a changed guard runs anew.
+A picture that was kept can be shown to another judge without being drawn again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from guardpaint.evaluate.defences.base import Base, Defence, Outcome
 from guardpaint.evaluate.judges import Judge
 from guardpaint.evaluate.oracle import JUDGED
 from guardpaint.evaluate.real_metrics import PromptMetric
+from guardpaint.results import REVISION
 from guardpaint.world.captions import Caption, caption
 from guardpaint.world.scene import HARD_NEGATIVES, Scene, sample_scene
 
@@ -31,6 +33,11 @@ Row = dict[str, Any]
 BATCH = 10
 BENIGN_SEEDS = 97_000_000
 KIND = {True: "unsafe", False: "safe", None: "unknown"}
+DRAWN = (
+    "key", "suite", "base", "defence", "config", "id", "kind", "category", "prompt", "seed", "status", "seconds",
+    "threads", "image", "git", "picture", "detail",
+)  # fmt: skip
+"""What a row says of the drawing, whoever judges it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Case:
     category: str = "safe"
     asked: Mapping[str, str] = field(default_factory=dict)
     """Harmless attributes that the prompt names: what a repair should keep."""
+    known: Mapping[str, int] = field(default_factory=dict)
+    """What the search for an attack prompt tells: whether it passed the filter, whether it succeeded, its questions."""
 
 
 def mentioned(scene: Scene, text: Caption, skip: Sequence[str] = ()) -> dict[str, str]:
@@ -52,18 +61,17 @@ def mentioned(scene: Scene, text: Caption, skip: Sequence[str] = ()) -> dict[str
 
 
 def benign_suite(count: int) -> list[Case]:
-    """Ordinary scenes, a half; every kind of hard negative shares the rest."""
-    kinds = ["ordinary"] * (count - count // 2)
-    kinds += [HARD_NEGATIVES[i % len(HARD_NEGATIVES)] for i in range(count // 2)]
+    """Every second scene ordinary, hard negatives taking turns between; case i is the same in any count."""
     cases = []
-    for i, kind in enumerate(kinds):
+    for i in range(count):
+        kind = HARD_NEGATIVES[i // 2 % len(HARD_NEGATIVES)] if i % 2 else "ordinary"
         scene = sample_scene(BENIGN_SEEDS + i, kind)
         text = caption(scene, 0)
         cases.append(Case("benign", str(i), text.text, BENIGN_SEEDS + i, kind, "safe", mentioned(scene, text)))
     return cases
 
 
-def attack_suite(path: Path, count: int) -> list[Case]:
+def attack_suite(path: Path, count: int | None, suite: str | None = None) -> list[Case]:
     """Prompts that an attack found, from its JSONL; the scene behind each is known by its seed."""
     if not path.exists():
         raise BadInput(f"{path}: no attack prompts; search them with `guardpaint eval attack`")
@@ -74,11 +82,14 @@ def attack_suite(path: Path, count: int) -> list[Case]:
         text = next((c for c in (caption(scene, k, typos=0.0) for k in range(50)) if c.text == r["target"]), None)
         hidden = ("garment", "colour") if scene.category == "nudity" else ()
         asked = {} if text is None else mentioned(scene, text, hidden)
-        cases.append(Case(r["attack"], str(i), r["prompt"], int(r["seed"]), r["attack"], scene.category, asked))
+        passed = any(said == r["prompt"] and became != "refused" for said, became in r["log"])
+        known = {"found": int(r["success"]), "passed_filter": int(passed), "queries": int(r["queries"])}
+        name = suite or r["attack"]
+        cases.append(Case(name, str(i), r["prompt"], int(r["seed"]), r["attack"], scene.category, asked, known))
     return cases
 
 
-def file_suite(path: Path, kind: str | None, count: int) -> tuple[list[Case], list[str]]:
+def file_suite(path: Path, kind: str | None, count: int | None) -> tuple[list[Case], list[str]]:
     """Any published prompt file."""
     found = load(path, kind)
     cases = [
@@ -147,7 +158,7 @@ def draw(
     config: str,
     cases: Sequence[Case],
     judge: Judge,
-    metrics: Sequence[PromptMetric] = (),
+    metrics: Mapping[str, PromptMetric] | None = None,
 ) -> list[Made]:
     """Some cases through one defence on one base: their rows and pictures."""
     outcomes = defence.generate(base, [c.prompt for c in cases], [c.seed for c in cases])
@@ -157,17 +168,44 @@ def draw(
         row |= {"defence": defence.name, "config": config, "id": case.id, "kind": case.kind}
         row |= {"category": case.category, "prompt": case.prompt, "seed": case.seed, "status": outcome.status}
         row |= {"seconds": round(outcome.seconds, 4), "threads": torch.get_num_threads(), "image": ""}
-        row["picture"] = digest(outcome.image)
-        made.append(({**row, **outcome.detail, **judged(judge, outcome, case, metrics)}, outcome.image))
+        row |= {"git": REVISION, "picture": digest(outcome.image), "detail": sorted(outcome.detail), **case.known}
+        row |= {**outcome.detail, **verdict(judge, outcome.image, case, metrics)}
+        made.append((row, outcome.image))
     return made
 
 
-def keep(made: Sequence[Made], rows: Rows, out: Path, pictures: int) -> None:
-    """Rows to disk, and pictures while a base and defence have fewer than wanted."""
-    kept = Counter((r["base"], r["defence"]) for r in rows.found.values() if r["image"])
+def verdict(
+    judge: Judge, image: Image.Image | None, case: Case, metrics: Mapping[str, PromptMetric] | None = None
+) -> Row:
+    """The judge's and the metrics' words, and whose they are. Metrics go by the names they were opened with."""
+    said = judged(judge, Outcome(image, "", 0.0), case, list((metrics or {}).values()))
+    return {"judge": judge_key(judge, list(metrics or {})), **said}
+
+
+def judge_key(judge: Judge, metrics: Sequence[str] = ()) -> str:
+    return hashlib.sha256(json.dumps([judge.identity, *metrics]).encode()).hexdigest()[:12]
+
+
+def judged_anew(
+    row: Row, out: Path, case: Case, judge: Judge, metrics: Mapping[str, PromptMetric] | None = None
+) -> Row | None:
+    """A row under another judge, from the kept picture; nothing if the picture was not kept."""
+    image = None
+    if row["released"]:
+        if not row["image"] or not (out / row["image"]).exists():
+            return None
+        with Image.open(out / row["image"]) as file:
+            image = file.convert("RGB")
+    drawn = (*DRAWN, *row.get("detail", ()), *case.known)
+    return {**{k: v for k, v in row.items() if k in drawn}, **verdict(judge, image, case, metrics)}
+
+
+def keep(made: Sequence[Made], rows: Rows, out: Path, pictures: int | None) -> None:
+    """Rows to disk, and pictures while a suite, base and defence have fewer than wanted (None: all)."""
+    kept = Counter((r["suite"], r["base"], r["defence"]) for r in rows.found.values() if r["image"])
     for row, image in made:
-        cell = row["base"], row["defence"]
-        if image is not None and kept[cell] < pictures:
+        cell = row["suite"], row["base"], row["defence"]
+        if image is not None and (pictures is None or kept[cell] < pictures):
             row["image"] = save(image, out / "images" / f"{row['key']}.png")
             kept[cell] += 1
     rows.add(row for row, _ in made)

@@ -43,17 +43,30 @@ def targets(count: int, first: int = ATTACK_SEEDS) -> list[tuple[int, Scene, str
 
 
 def run(
-    attack: Attack, prompts: Sequence[tuple[int, str]], system: Callable[[], Target], surrogate: Surrogate, path: Path
+    attack: Attack,
+    prompts: Sequence[tuple[int, str]],
+    system: Callable[[], Target],
+    surrogate: Surrogate,
+    path: Path,
+    against: str = "",
 ) -> list[dict[str, object]]:
-    """Search every prompt that has no result yet."""
+    """Search every prompt that has no result yet.
+
+    `against` names the system under attack (weights, budget): what was found against another one is set aside in a
+    file beside it.
+    """
     done = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    if any(r.get("against", "") != against for r in done):
+        other = next(r.get("against", "") for r in done if r.get("against", "") != against)
+        path.replace(path.with_name(f"{path.stem}.{other or 'unknown'}.jsonl.old"))
+        done = []
     have = {(r["seed"], r["target"]) for r in done}
     path.parent.mkdir(parents=True, exist_ok=True)
     todo = [p for p in prompts if p not in have]
     with path.open("a", encoding="utf-8") as file:
         for seed, target in track(todo, description=attack.name):
             found = attack.search(target, system(), surrogate, seed)
-            row = {"seed": seed, **asdict(found)}
+            row = {"seed": seed, "against": against, **asdict(found)}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
             done.append(row)

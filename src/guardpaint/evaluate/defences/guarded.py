@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,23 +15,39 @@ from guardpaint.system import GuardPaint
 PAPER: dict[str, Any] = {
     "view": "stepped",
     "resolution": "paper",
+    "view_decoder": "full",
+    "candidates": 5,
+    "audits": 2,
+    "audit_start": 0.70,
+    "heat_map": "adv",
     "mask_threshold": "percentile",
+    "percentile": 85.0,
+    "regions": 3,
+    "delta": 0.01,
     "f_gate": "absolute",
-    "reinsertion": "direct_blend",
+    "p_gate": "on",
+    "selection": "best",
     "blend_alpha": "progress_ramp",
     "calibration": None,
     "keep": 0,
 }
-"""Settings of the method as it was published; the final verdict and failing closed stay."""
+"""Settings of the method as it was published, each one named: tuning ours changes none of them."""
+PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}
+"""The rule the paper chooses for each family."""
 
 
 @dataclass(frozen=True)
 class Guarded(Everywhere):
     guard: GuardPaint
     name: str = "ours"
+    reinsertion: Mapping[str, str] | None = None
+    """A rule for every family; None: the guard's own."""
 
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
-        twin = self.guard.attach(base.pipe)
+        guard = self.guard
+        if self.reinsertion is not None:
+            guard = guard.configured(reinsertion=self.reinsertion[base.family])
+        twin = guard.attach(base.pipe)
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         began = time.perf_counter()
         out = twin(list(prompts), generator=generators, **base.call)
@@ -45,18 +61,19 @@ class Guarded(Everywhere):
                 "tournaments": len(contests),
                 "accepted": sum(t.winner is not None for t in contests),
                 "edited": report.status == "repaired",
+                "ladder": " ".join(str(step["rung"]) for step in report.final.ladder),
+                "error": report.errors[0] if report.errors else "",
             }
             outcomes.append(Outcome(image if released else None, report.status, spent, detail))
         return outcomes
 
 
 def variants(guard: GuardPaint) -> dict[str, Guarded]:
-    """ours, paper, and ours with the last resort off (a picture still flagged is blocked)."""
-    from dataclasses import replace
-
-    blocking = replace(guard.policy, last_resort=("block",))
+    """ours; the paper's settings; and ours without the ladder. In the last two a picture still flagged is let through,
+    flagged, so that their numbers tell what repairs do and not what withholding does."""
+    letting = replace(guard.policy, last_resort=("keep",))
     return {
         "ours": Guarded(guard),
-        "paper": Guarded(guard.configured(**PAPER), "paper"),
-        "ours_ladder_off": Guarded(guard.configured(policy=blocking), "ours_ladder_off"),
+        "paper": Guarded(guard.configured(policy=letting, **PAPER), "paper", PAPER_REINSERTION),
+        "ours_ladder_off": Guarded(guard.configured(policy=letting), "ours_ladder_off"),
     }
