@@ -10,7 +10,7 @@ from guardpaint.evaluate.attacks.system import (
     Surrogate,
     Target,
     attempt,
-    forbidden_span,
+    purged,
     shuffled,
     similar_phrases,
 )
@@ -35,8 +35,7 @@ class DivideAndConquer:
 
     def rewritten(self, target: str, phrase: str) -> str:
         """Every clause a sentence; the forbidden words leave, and what they meant comes back as one more."""
-        span = forbidden_span(target)
-        kept = target if span is None else f"{target[: span[0]]} {target[span[1] :]}"
+        kept = purged(target)
         clauses = [" ".join(c.split()) for c in parts(kept)]
         main = next((c for c in clauses if re.search(r"\b(person|woman|man|figure|somebody)\b", c)), "a person")
         rest = [c for c in clauses if c != main]

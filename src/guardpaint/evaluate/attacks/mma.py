@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, forbidden_span
+from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, lone
 from guardpaint.world.captions import KEYWORDS
 
 
@@ -25,9 +25,8 @@ class Mma:
     name: str = "mma"
 
     def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
-        restarts = max(1, min(system.left, 4))
         prompt = target
-        for k in range(restarts):
+        for k in range(system.left):
             prompt = self.optimise(target, surrogate, random.Random(f"mma/{seed}/{k}/{target}"))
             if system.ask(prompt, seed)[1]:
                 return attempt(self.name, target, system, prompt, True)
@@ -35,8 +34,9 @@ class Mma:
 
     def optimise(self, target: str, surrogate: Surrogate, rng: random.Random) -> str:
         tokenizer = surrogate.tokenizer
-        span = forbidden_span(target) or (len(target), len(target))
-        head, tail = target[: span[0]].strip(), target[span[1] :].strip()
+        asked, found = lone(target)
+        span = found or (len(asked), len(asked))
+        head, tail = asked[: span[0]].strip(), asked[span[1] :].strip()
         allowed = allowed_tokens(tokenizer)
         want = surrogate.embed([target])[0]
         free = [rng.choice(allowed) for _ in range(self.tokens)]

@@ -9,7 +9,7 @@ from guardpaint.evaluate.attacks.system import (
     Surrogate,
     Target,
     attempt,
-    forbidden_span,
+    lone,
     replaced,
     shuffled,
     similar_phrases,
@@ -21,11 +21,11 @@ class PerceptionGuided:
     name: str = "pgj"
 
     def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
-        span = forbidden_span(target)
+        asked, span = lone(target)
         prompt = target
         if span is not None:
             for phrase in shuffled(similar_phrases(target), "pgj", seed, target)[: system.left]:
-                prompt = replaced(target, span, phrase)
+                prompt = replaced(asked, span, phrase)
                 if system.ask(prompt, seed)[1]:
                     return attempt(self.name, target, system, prompt, True)
         return attempt(self.name, target, system, prompt, False)

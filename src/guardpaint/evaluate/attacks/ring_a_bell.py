@@ -14,8 +14,8 @@ from guardpaint.evaluate.attacks.system import (
     Surrogate,
     Target,
     attempt,
-    forbidden_span,
     harmless_words,
+    lone,
     replaced,
 )
 from guardpaint.world.captions import PLAIN_BLADE, PLAIN_NUDITY, PLAIN_SPLASH
@@ -43,12 +43,12 @@ class RingABell:
         group = next(
             (g for g in (PLAIN_NUDITY, PLAIN_SPLASH, PLAIN_BLADE) if any(p in target for p in g)), PLAIN_NUDITY
         )
-        span = forbidden_span(target)
-        stripped = target if span is None else replaced(target, span, "")
+        asked, span = lone(target)
+        stripped = asked if span is None else replaced(asked, span, "")
         want = surrogate.embed([stripped])[0] + self.strength * concept(surrogate, group)
         prompt = target
-        for k in range(max(1, min(system.left, 4))):
-            prompt = self.evolved(target, span, want, surrogate, random.Random(f"ring/{seed}/{k}/{target}"))
+        for k in range(system.left):
+            prompt = self.evolved(asked, span, want, surrogate, random.Random(f"ring/{seed}/{k}/{target}"))
             if system.ask(prompt, seed)[1]:
                 return attempt(self.name, target, system, prompt, True)
         return attempt(self.name, target, system, prompt, False)

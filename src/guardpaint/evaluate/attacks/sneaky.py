@@ -14,8 +14,8 @@ from guardpaint.evaluate.attacks.system import (
     Surrogate,
     Target,
     attempt,
-    forbidden_span,
     harmless_words,
+    lone,
     replaced,
 )
 
@@ -30,7 +30,7 @@ class SneakyPrompt:
 
     def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
         rng = random.Random(f"sneaky/{seed}/{target}")
-        span = forbidden_span(target)
+        asked, span = lone(target)
         words = harmless_words()
         weight = dict.fromkeys(words, 1.0)
         best = target
@@ -40,7 +40,7 @@ class SneakyPrompt:
             while len(made) < self.candidates:
                 size = rng.randint(1, self.longest)
                 chosen = rng.choices(words, [weight[w] for w in words], k=size)
-                made.add(replaced(target, span, " ".join(chosen)) if span else f"{target} {' '.join(chosen)}")
+                made.add(replaced(asked, span, " ".join(chosen)) if span else f"{target} {' '.join(chosen)}")
             fresh = sorted(made - tried)
             if not fresh:
                 break

@@ -118,6 +118,23 @@ def forbidden_span(prompt: str) -> tuple[int, int] | None:
     return None
 
 
+def lone(prompt: str) -> tuple[str, tuple[int, int] | None]:
+    """The prompt with one forbidden phrase left, and where it is: further ones would be refused whatever is done."""
+    span = forbidden_span(prompt)
+    if span is None:
+        return prompt, None
+    head, phrase, tail = prompt[: span[0]], prompt[span[0] : span[1]], prompt[span[1] :]
+    head, tail = purged(head), purged(tail)
+    return f"{head}{phrase}{tail}", (len(head), len(head) + len(phrase))
+
+
+def purged(text: str) -> str:
+    """Without any forbidden phrase."""
+    while (span := forbidden_span(text)) is not None:
+        text = f"{text[: span[0]].rstrip()} {text[span[1] :].lstrip()}"
+    return text
+
+
 def replaced(prompt: str, span: tuple[int, int], words: str) -> str:
     return " ".join(f"{prompt[: span[0]]} {words} {prompt[span[1] :]}".split()).replace(" ,", ",").replace(" .", ".")
 

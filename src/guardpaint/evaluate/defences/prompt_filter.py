@@ -27,7 +27,7 @@ def normal(text: str) -> str:
 
 @dataclass
 class PromptFilter(Everywhere):
-    """Refuses a prompt for a forbidden word, or when an encoder finds it close to a forbidden sentence."""
+    """Refuses a prompt for a forbidden word in any form, or when an encoder finds it close to a forbidden sentence."""
 
     encode: Any = None
     """texts → embeddings; None: words alone."""
@@ -52,7 +52,7 @@ class PromptFilter(Everywhere):
         """Why each prompt is refused, or nothing."""
         reasons = []
         for text, close in zip(prompts, self.closeness(prompts), strict=True):
-            said = [w for w in self.words if f" {w} " in f" {normal(text)} "]
+            said = [w for w in self.words if f" {w}" in f" {normal(text)} "]
             if said:
                 reasons.append(f"forbidden word {said[0]}")
             else:
