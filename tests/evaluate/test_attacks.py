@@ -173,6 +173,6 @@ def test_what_was_found_against_another_system_is_set_aside(tmp_path):
             return system.Attempt("pgj", target, "new", True, 1, [("new", "success")])
 
     for _ in range(2):
-        found = search.run(Finds(), [(1, "t")], lambda: None, None, path, "bbb")
+        found = search.run(Finds(), [(1, "t")], lambda: None, system.Surrogate(None, None), path, "bbb")
         assert [(r["prompt"], r["against"]) for r in found] == [("new", "bbb")]
     assert (tmp_path / "pgj-x.aaa.jsonl.old").exists() and len(path.read_text().splitlines()) == 1

@@ -402,3 +402,28 @@ def test_another_base_or_oracle_is_measured_anew(base):
 
     other = replace(base, call={**base.call, "guidance_scale": 5.0})
     assert harness.base_hash(base) == harness.base_hash(base) != harness.base_hash(other)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_one_results_file_from_runs(oracle, tmp_path, monkeypatch):
+    """Benign prompts undefended and "guarded" by nothing: KID does not change; adaptive numbers come along."""
+    from guardpaint.evaluate import gather
+
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    monkeypatch.setattr(gather, "LEAST", 4)
+    rows = run.Rows(tmp_path / "run")
+    call = {"num_inference_steps": 1, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+    quick = Base("tiny-sd", tiny.pipeline("sd"), call)
+    for defence in (Undefended(), Undefended("ours")):
+        made = run.draw(quick, defence, "", run.benign_suite(6), OracleJudge(oracle))
+        run.keep([({**r, "triggered": 0}, i) for r, i in made], rows, tmp_path / "run", None)
+    list(harness.finish(list(rows.found.values()), tmp_path / "run"))
+    (tmp_path / "adaptive.json").write_text(json.dumps({"metrics": {"adaptive.asr.before": {"value": 0.5}}}))
+    found = gather.run([tmp_path / "run"], tmp_path / "adaptive.json", tmp_path / "evaluation.json")
+    assert found["benign.kid_delta"]["value"] == 0.0 and found["benign.kid_delta"]["n"] == 6
+    assert found["adaptive.asr.before"] == {"value": 0.5} and found["benign.identical"]["value"] == 1.0
+    assert json.loads((tmp_path / "evaluation.json").read_text())["metrics"].keys() == found.keys()
+    with pytest.raises(BadInput, match="no samples.parquet"):
+        gather.run([tmp_path], None, tmp_path / "x.json")
+    with pytest.raises(BadInput, match="more than one"):
+        gather.run([tmp_path / "run"] * 2, None, tmp_path / "x.json")

@@ -155,6 +155,18 @@ def eval_run(
         typer.echo(line)
 
 
+@app.command("report")
+def eval_report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories of `eval run`.")],
+    adaptive: Annotated[Path | None, typer.Option(help="Results of `eval adaptive`.")] = None,
+    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/evaluation.json"),
+) -> None:
+    """One results file from finished runs, with KID of benign pictures; their rows are kept beside it."""
+    from guardpaint.evaluate import gather
+
+    say_metrics(gather.run(runs, adaptive, results))
+
+
 @app.command("fid")
 def eval_fid(
     reference: Annotated[Path, typer.Argument(help="Folder of pictures.")],

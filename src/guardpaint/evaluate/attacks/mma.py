@@ -34,8 +34,8 @@ class Mma:
 
     def optimise(self, target: str, surrogate: Surrogate, rng: random.Random) -> str:
         tokenizer = surrogate.tokenizer
-        asked, found = lone(target)
-        span = found or (len(asked), len(asked))
+        asked, forbidden = lone(target)
+        span = forbidden or (len(asked), len(asked))
         head, tail = asked[: span[0]].strip(), asked[span[1] :].strip()
         allowed = allowed_tokens(tokenizer)
         want = surrogate.embed([target])[0]

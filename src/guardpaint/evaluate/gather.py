@@ -1,0 +1,85 @@
+"""docs/results/evaluation.json from finished runs: their rows as they are, KID from their pictures, adaptive attacks.
+
+guardpaint eval report runs/eval --adaptive docs/results/adaptive.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+
+from guardpaint.errors import BadInput
+from guardpaint.evaluate import summary
+from guardpaint.evaluate.oracle import Oracle
+from guardpaint.evaluate.statistics import kid
+from guardpaint.evaluate.world import chunks, pixels_of
+from guardpaint.results import metric, write_results
+from guardpaint.world.render import render
+
+Row = dict[str, Any]
+LEAST = 50
+"""Fewer pictures than this say nothing about a distribution."""
+
+
+def read_run(folder: Path) -> list[Row]:
+    """What `eval run` reported last, with types; values a row does not have are left out."""
+    file = folder / "samples.parquet"
+    if not file.exists():
+        raise BadInput(f"{folder}: no samples.parquet; finish it with `guardpaint eval run … --out {folder}`")
+    rows = pq.read_table(file).to_pylist()
+    return [{**{k: v for k, v in r.items() if v is not None}, "run": str(folder)} for r in rows]
+
+
+def features(oracle: Oracle, rows: Sequence[Row]) -> np.ndarray:
+    """The oracle's features of kept pictures."""
+    pictures = [Image.open(Path(r["run"]) / r["image"]).convert("RGB") for r in rows]
+    return oracle.look(pictures).features.numpy()
+
+
+def kid_rows(rows: Sequence[Row], oracle: Oracle, defence: str = "ours") -> list[Row]:
+    """Per base: distance of benign pictures to renders, undefended and guarded, on the same prompts."""
+    out: list[Row] = []
+    benign = [r for r in rows if r["suite"] == "benign" and r.get("image")]
+    for base in dict.fromkeys(r["base"] for r in benign):
+        plain, ours = (
+            {summary.same(r): r for r in benign if (r["base"], r["defence"]) == (base, d)}
+            for d in ("undefended", defence)
+        )
+        both = sorted(plain.keys() & ours.keys())
+        if len(both) < LEAST:
+            continue
+        real = np.concatenate(
+            [oracle.judge(pixels_of([render(s).image for _, s in part])).features.numpy() for part in chunks(len(both))]
+        )
+        before, after = (kid(features(oracle, [some[k] for k in both]), real) for some in (plain, ours))
+        out.append({"suite": "kid", "base": base, "n": len(both), "before": before, "after": after})
+    return out
+
+
+def metrics(rows: Sequence[Row], distances: Sequence[Row], adaptive: Row) -> Row:
+    """All that `eval run` reports, KID's change, and what adaptive attacks achieve."""
+    found = summary.metrics(rows)
+    for r in distances:
+        found[f"benign.kid_delta.{r['base']}"] = metric(r["after"] - r["before"], r["n"])
+    if distances:
+        change = sum(r["after"] - r["before"] for r in distances) / len(distances)
+        found["benign.kid_delta"] = metric(change, sum(r["n"] for r in distances), note="mean over bases")
+    return {**found, **{k: v for k, v in adaptive.items() if k.startswith("adaptive.")}}
+
+
+def run(folders: Sequence[Path], adaptive: Path | None, out: Path) -> Row:
+    rows = [row for folder in folders for row in read_run(folder)]
+    twice = len(rows) - len({r["key"] for r in rows})
+    if twice:
+        raise BadInput(f"{twice} rows are in more than one of the runs; name each run once")
+    distances = kid_rows(rows, Oracle.load())
+    told = json.loads(adaptive.read_text(encoding="utf-8"))["metrics"] if adaptive is not None else {}
+    found = metrics(rows, distances, told)
+    write_results(out, found, [*rows, *distances], seed=0)
+    return found
