@@ -363,5 +363,5 @@ def run(
     command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
     command += f" --warm {warm}" if warm is not None else ""
     parameters = sum(p.numel() for p in fitted.auditor.parameters())
-    write_card(out, command, done, best=best, parameters=parameters, config=asdict(config))
+    write_card(out, command, done, warm, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")

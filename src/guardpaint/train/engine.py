@@ -386,7 +386,9 @@ def finished(out: Path, config: TrainConfig) -> dict[str, Any] | None:
     return None
 
 
-def write_card(out: Path, command: str, done: dict[str, Any], **more: Any) -> None:
-    """How the model in `out` was made, beside it."""
+def write_card(out: Path, command: str, done: dict[str, Any], warm: Path | None = None, **more: Any) -> None:
+    """How the model in `out` was made, beside it; and how the one was made that it started from."""
     made = {"command": command, "seed": done["config"]["seed"], "steps": done["step"], "minutes": done["minutes"]}
+    if warm is not None and (warm / "card.json").exists():
+        more["starts_from"] = read_json(warm / "card.json")
     write_json(out / "model" / "card.json", {**made, **more})

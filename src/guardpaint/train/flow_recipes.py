@@ -8,10 +8,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.draft import flux
 from guardpaint.errors import BadConfig
 from guardpaint.train.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, quiet, t5_ids, t5_text, take
-from guardpaint.train.teachers import Sd3Teacher, SdTeacher, Teacher, Text, sd3_texts, sd3_velocity
+from guardpaint.train.teachers import (
+    FluxTeacher,
+    Sd3Teacher,
+    SdTeacher,
+    Teacher,
+    flux_velocity,
+    sd3_texts,
+    sd3_velocity,
+)
 
 
 def logit_normal(level: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
@@ -25,30 +32,6 @@ def interpolated(batch: Batch, shift: float) -> tuple[Float[Tensor, " b"], Float
     sigma = shift * sigma / (1 + (shift - 1) * sigma)
     wide = sigma.view(-1, 1, 1, 1)
     return sigma, (1 - wide) * batch.z + wide * batch.eps
-
-
-def flux_velocity(
-    net: Any,
-    z: Float[Tensor, "b c h w"],
-    sigma: Float[Tensor, " b"],
-    text: Text,
-    guidance: Float[Tensor, " b"],
-) -> Float[Tensor, "b c h w"]:
-    """On unpacked latents."""
-    from diffusers import FluxPipeline
-
-    family = flux.Flux()
-    b, _, h, w = z.shape
-    out = net(
-        hidden_states=family.pack(z),
-        timestep=sigma,
-        guidance=guidance,
-        pooled_projections=text[1],
-        encoder_hidden_states=text[0],
-        txt_ids=torch.zeros(text[0].shape[1], 3),
-        img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, z.device, z.dtype),
-    ).sample
-    return family.unpack(out, (h, w))
 
 
 def sd3_encoders(pipe: Any) -> tuple[Any, Any, Any]:
@@ -164,7 +147,7 @@ class Flux(Recipe):
         self.text = clip_text(config, vocab, projection=False)
         self.text2 = t5_text(config, other_vocab)
         self.settings = {**Flux.settings, "max_sequence_length": config.other_tokens}
-        self.most_guidance, self.shift = config.most_guidance, config.sigma_shift
+        self.most_guidance, self.shift, self.own_words = config.most_guidance, config.sigma_shift, config.own_words
         self.teacher: Teacher | None = None
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -176,11 +159,13 @@ class Flux(Recipe):
             guidance = 1 + (self.most_guidance - 1) * batch.guidance
             want = self.teacher.velocity(batch, noisy, sigma, guidance)
         far = batch.mean_of((flux_velocity(self.transformer, noisy, sigma, text, guidance) - want) ** 2)
-        return {"loss": (far if self.teacher is None else far * trust(sigma)).mean()}
+        return {"loss": (far * trust(sigma) if isinstance(self.teacher, SdTeacher) else far).mean()}
 
     def learn_from(self, pipe: Any) -> None:
-        """Follow a finished mini-sd3 or mini-sd; the latter's words become the pooled text."""
-        if type(pipe).__name__ == "StableDiffusion3Pipeline":
+        """Follow a finished mini-sd3, mini-sd (whose words become the pooled text) or mini-flux trained on scenes."""
+        if type(pipe).__name__ == "FluxPipeline":
+            self.teacher = FluxTeacher(pipe)
+        elif type(pipe).__name__ == "StableDiffusion3Pipeline":
             self.teacher = Sd3Teacher(pipe)
         elif type(pipe).__name__ == "StableDiffusionPipeline":
             self.teacher = SdTeacher(pipe)
@@ -191,17 +176,23 @@ class Flux(Recipe):
 
     @torch.no_grad()
     def adopt(self, pipe: Any) -> None:
-        """mini-sd3's T5 and joint layers, its CLIP and patches where they fit.
+        """mini-sd3's T5 and joint layers, its CLIP and patches where they fit; or everything of another mini-flux.
 
         The single-stream layers start without effect; positions (rotary here, added there) are still to be learned.
         """
+        if type(pipe).__name__ == "FluxPipeline":
+            self.transformer.load_state_dict(pipe.transformer.state_dict())
+            self.text.load_state_dict(pipe.text_encoder.state_dict())
+            self.text2.load_state_dict(pipe.text_encoder_2.state_dict())
+            self.adopted = (self.text,) if self.own_words else (self.text, self.text2)
+            return None
         if type(pipe).__name__ != "StableDiffusion3Pipeline":
             return super().adopt(pipe)
         ours, theirs = self.transformer, pipe.transformer
         if len(theirs.transformer_blocks) <= len(ours.transformer_blocks):
             raise BadConfig(f"layers={len(ours.transformer_blocks)}: must be fewer than the sd3 model's")
         self.text2.load_state_dict(pipe.text_encoder_3.state_dict())
-        self.adopted = (*self.adopted, self.text2)
+        self.adopted = self.adopted if self.own_words else (*self.adopted, self.text2)
         for mine, other in zip(ours.transformer_blocks, theirs.transformer_blocks, strict=False):
             take(mine, other)
         for name in ("context_embedder", "norm_out"):

@@ -149,7 +149,7 @@ def run(
     pipe.to(torch.float16).save_pretrained(out / "model")
     command = f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
     command += (f" --warm {warm}" if warm else "") + (f" --teacher {teacher}" if teacher else "")
-    write_card(out, command, done, settings=model.settings, parameters=parameters)
+    write_card(out, command, done, warm, settings=model.settings, parameters=parameters)
     print(f"saved to {out / 'model'}")
 
 

@@ -253,5 +253,5 @@ def run(
     command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
     command += (f" --warm {warm}" if warm else "") + (f" --soft {soft}" if soft else "")
     metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
-    write_card(out, command, done, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
+    write_card(out, command, done, warm, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
     print(found)

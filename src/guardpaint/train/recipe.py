@@ -55,6 +55,8 @@ class GeneratorConfig:
     """Guidance values that a taught flux learns lie in [1, this]."""
     long_text: float = 0.0
     """Share of steps with the T5 length which the family's pipeline takes by default."""
+    own_words: bool = False
+    """flux: its T5 goes on learning. In an sd3 model the CLIP texts tell nearly everything, the T5 next to nothing."""
     focus: float = 0.0
     """Extra weight of the loss where figures are. The best answer stays the same; it is reached there first."""
     hard: float = 0.0

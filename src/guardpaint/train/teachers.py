@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from guardpaint.draft import flux
 from guardpaint.draft.conditioning import guided
 from guardpaint.train.latents import tokenise
 from guardpaint.train.recipe import Batch
@@ -28,6 +29,30 @@ def sd3_velocity(
     net: Any, z: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], text: Text
 ) -> Float[Tensor, "b c h w"]:
     return net(z, encoder_hidden_states=text[0], pooled_projections=text[1], timestep=sigma * 1000).sample
+
+
+def flux_velocity(
+    net: Any,
+    z: Float[Tensor, "b c h w"],
+    sigma: Float[Tensor, " b"],
+    text: Text,
+    guidance: Float[Tensor, " b"],
+) -> Float[Tensor, "b c h w"]:
+    """On unpacked latents."""
+    from diffusers import FluxPipeline
+
+    family = flux.Flux()
+    b, _, h, w = z.shape
+    out = net(
+        hidden_states=family.pack(z),
+        timestep=sigma,
+        guidance=guidance,
+        pooled_projections=text[1],
+        encoder_hidden_states=text[0],
+        txt_ids=torch.zeros(text[0].shape[1], 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, z.device, z.dtype),
+    ).sample
+    return family.unpack(out, (h, w))
 
 
 @runtime_checkable
@@ -61,6 +86,27 @@ class Sd3Teacher:
         ids = torch.cat([self.empty.expand(n, -1), batch.ids])
         text = sd3_texts(self.encoders, ids, torch.cat([self.other_empty.expand(n, -1), batch.other_ids]))
         both = sd3_velocity(self.net, noisy.repeat(2, 1, 1, 1), sigma.repeat(2), text)
+        return guided(both, guidance, both.dim())
+
+
+class FluxTeacher:
+    """A FluxPipeline trained on scenes: at guidance 1, twice, it says what classifier-free guidance would."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.net, self.text, self.text2 = pipe.transformer, pipe.text_encoder, pipe.text_encoder_2
+        frozen(self.net, self.text, self.text2)
+        self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_2, [""])
+
+    @torch.no_grad()
+    def velocity(
+        self, batch: Batch, noisy: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], guidance: Float[Tensor, " b"]
+    ) -> Float[Tensor, "b c h w"]:
+        assert batch.other_ids is not None
+        n = len(noisy)
+        pooled = self.text(torch.cat([self.empty.expand(n, -1), batch.ids])).pooler_output
+        states = self.text2(torch.cat([self.other_empty.expand(n, -1), batch.other_ids]))[0]
+        twice, plain = sigma.repeat(2), torch.ones(2 * n)
+        both = flux_velocity(self.net, noisy.repeat(2, 1, 1, 1), twice, (states, pooled), plain)
         return guided(both, guidance, both.dim())
 
 
