@@ -181,7 +181,7 @@ def test_an_sdxl_starts_with_the_words_of_its_base(words):
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
 def test_training_on_begins_where_the_first_part_ended(family, words):
     """A warm start from a model of the same family: the same loss on the same batch, all words taken over."""
     first = recipe(family, words)
@@ -191,7 +191,35 @@ def test_training_on_begins_where_the_first_part_ended(family, words):
         assert second(batch)["loss"] != first(batch)["loss"]
         second.adopt(generator_pipe(first, words, family))
         torch.testing.assert_close(second(batch)["loss"], first(batch)["loss"])
-    assert len(second.adopted) == {"sd": 1, "sdxl": 2, "sd3": 3}[family]
+    assert len(second.adopted) == {"sd": 1, "sdxl": 2, "sd3": 3, "flux": 2}[family]
+
+
+def test_a_flux_may_learn_its_own_words(words):
+    """The T5 is taken over as a start, and is not among the parts that stay as they are."""
+    own = recipes.build(small("flux", own_words=True), len(words[0]), len(words[1]), 16, 16, 2)
+    own.adopt(generator_pipe(recipe("flux", words), words, "flux"))
+    assert own.adopted == (own.text,)
+
+
+def test_a_flux_teaches_guidance_to_itself(words):
+    """At guidance 1 the teacher says what it says of the prompt; at 3: empty + 3 · (prompt − empty), in velocity."""
+    model = recipe("flux", words)
+    teacher = teachers.FluxTeacher(generator_pipe(model, words, "flux"))
+    batch = a_batch("flux", words)
+    sigma, noisy = flow_recipes.interpolated(batch, 1.0)
+    one = torch.ones(2)
+    with torch.no_grad():
+        said = []
+        for ids, other in ((batch.ids, batch.other_ids), [tokenise(w, ["", ""]) for w in words]):
+            text = (model.text2(other)[0], model.text(ids).pooler_output)
+            said.append(teachers.flux_velocity(model.transformer, noisy, sigma, text, one))
+        prompt, empty = said
+    torch.testing.assert_close(teacher.velocity(batch, noisy, sigma, one), prompt, atol=1e-5, rtol=1e-4)
+    at_three = teacher.velocity(batch, noisy, sigma, 3 * one)
+    torch.testing.assert_close(at_three, empty + 3 * (prompt - empty), atol=1e-4, rtol=1e-3)
+    student = recipe("flux", words)
+    student.learn_from(generator_pipe(model, words, "flux"))
+    assert student(batch)["loss"].isfinite() and isinstance(student.teacher, teachers.FluxTeacher)
 
 
 def test_a_flux_starts_with_the_layers_of_an_sd3(words):
@@ -425,7 +453,7 @@ def test_from_scenes_to_a_pipeline(tmp_path, family):
     generator.run(config, tmp_path / "vae", tmp_path / "run", minutes=None, quiet=True)
     pipe = generator.load_pipeline(tmp_path / "run" / "model")
     card = json.loads((tmp_path / "run" / "model" / "card.json").read_text())
-    assert card["steps"] == 3 and sum(card["parameters"].values()) > 0
+    assert card["steps"] == 3 and sum(card["parameters"].values()) > 0 and "starts_from" not in card
     sheet, prompts = generator.sample_sheet(pipe, {**card["settings"], "num_inference_steps": 1}, rows=1, columns=2)
     assert len(prompts) == 2 and sheet.width == 260
     assert list((tmp_path / "run").glob("sample-*.png")) and (tmp_path / "run" / "samples.png").exists()
