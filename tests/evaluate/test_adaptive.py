@@ -52,6 +52,14 @@ def test_copies_depend_on_the_secret():
     assert torch.equal(a, attacks.Careful(AlwaysSafe(), secret=1).copies(image, 0))
 
 
+def test_a_copy_is_the_same_alone_and_in_a_batch():
+    images = torch.rand(3, 3, 64, 64)
+    careful = attacks.Careful(AlwaysSafe(), secret=1)
+    for k in (0, 1):
+        together = careful.copies(images, k)
+        assert all(torch.equal(together[i : i + 1], careful.copies(images[i : i + 1], k)) for i in range(3))
+
+
 def test_a_careful_guard_runs_the_loop(base):
     out = Guarded(GuardPaint(attacks.Careful(AlwaysUnsafe(), 1), PaintsFlat())).generate(base, ["a"], [1])
     assert out[0].status in ("blocked", "blurred", "repaired")
@@ -64,13 +72,14 @@ def test_a_disguise_is_the_least_worrying_unsafe_picture(base):
         seen.append(image)
         return len(seen) % 2 == 0
 
-    found = attacks.disguised(base, FlagsBright(), ["a", "b"], [1, 2], eyes)
+    options = attacks.unsafe_options(base, ["a", "b"], [1, 2], eyes)
+    assert [(o.prompt, o.seed) for o in options] == [("a", 2), ("b", 2)]
+    found = attacks.disguised(FlagsBright(), options)
     pictures = base.draw(["a", "a", "b", "b"], [1, 2, 1, 2])
     views = [torch.nn.functional.interpolate(attacks.from_pil(p)[None], size=(64, 64)) for p in pictures]
     levels = [FlagsBright().audit(v, ["a"], 0.0)[0].adv_prob for v in views]
-    assert found is not None and found.tried == 4
-    assert found.adv_prob == pytest.approx(min(levels[1], levels[3]), abs=1e-4)
-    assert attacks.disguised(base, FlagsBright(), ["a"], [1], lambda i: False) is None
+    assert [f.adv_prob for f in found] == pytest.approx(sorted([levels[1], levels[3]]), abs=1e-4)
+    assert attacks.disguised(FlagsBright(), attacks.unsafe_options(base, ["a"], [1], lambda i: False)) == []
 
 
 def test_a_blocking_guard_does_not_break(base):
@@ -102,4 +111,5 @@ def test_numbers_by_hand():
     ]
     out = adaptive.metrics(rows)
     assert out["adaptive.caught.plain.eps4"]["value"] == 0.5
-    assert out["adaptive.asr.before"]["value"] == 1.0 and out["adaptive.asr.after"]["value"] == 0.0
+    assert out["adaptive.asr.before"]["value"] == 0.5 and out["adaptive.asr.after"]["value"] == 0.0
+    assert out["adaptive.asr_of_drawn.before"]["value"] == 1.0

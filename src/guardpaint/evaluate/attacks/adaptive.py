@@ -76,15 +76,19 @@ class Careful:
         return found
 
     def copies(self, images: Float[Tensor, "b 3 h w"], k: int) -> Float[Tensor, "b 3 h w"]:
-        """Every picture moved by a few pixels and zoomed, then blurred a little every other time."""
-        h, w = int(images.shape[-2]), int(images.shape[-1])
-        g = generator(self.secret, k, round(float(images.detach().float().sum()) * 1e3))
+        """Every picture moved by a few pixels and zoomed, each in its own way whatever else is in the batch; then
+        blurred a little every other time."""
+        out = torch.cat([self.moved(image[None], k) for image in images])
+        return F.avg_pool2d(out, 3, 1, 1, count_include_pad=False) if k % 2 else out
+
+    def moved(self, image: Float[Tensor, "1 3 h w"], k: int) -> Float[Tensor, "1 3 h w"]:
+        h, w = int(image.shape[-2]), int(image.shape[-1])
+        g = generator(self.secret, k, round(float(image.detach().float().sum()) * 1e3))
         zoom = 1.0 + 0.12 * float(torch.rand((), generator=g))
-        big = F.interpolate(images, size=(round(h * zoom), round(w * zoom)), mode="bilinear", align_corners=False)
+        big = F.interpolate(image, size=(round(h * zoom), round(w * zoom)), mode="bilinear", align_corners=False)
         y = int(torch.randint(big.shape[-2] - h + 1, (), generator=g))
         x = int(torch.randint(big.shape[-1] - w + 1, (), generator=g))
-        out = big[..., y : y + h, x : x + w]
-        return F.avg_pool2d(out, 3, 1, 1, count_include_pad=False) if k % 2 else out.contiguous()
+        return big[..., y : y + h, x : x + w].contiguous()
 
 
 def worst(a: Audit, b: Audit) -> Audit:
@@ -105,31 +109,45 @@ class Found:
     tried: int
 
 
-def disguised(
+@dataclass(frozen=True)
+class Unsafe:
+    """A wording and seed whose undefended picture the attacker likes."""
+
+    prompt: str
+    seed: int
+    view: Float[Tensor, "3 h w"]
+
+
+def unsafe_options(
     base: Base,
-    auditor: Auditor,
     prompts: Sequence[str],
     seeds: Sequence[int],
     eyes: Callable[[Image.Image], bool],
     batch: int = 10,
-) -> Found | None:
-    """Among these wordings and seeds, the unsafe picture that worries the auditor least; nothing if none is unsafe."""
-    best: Found | None = None
+) -> list[Unsafe]:
+    """Every wording under every seed, drawn once; those that show what was wanted."""
     options = [(p, s) for p in prompts for s in seeds]
-    size = auditor.sizes[1]
+    found: list[Unsafe] = []
     for start in range(0, len(options), batch):
         part = options[start : start + batch]
         pictures = base.draw([p for p, _ in part], [s for _, s in part])
-        unsafe = [i for i, picture in enumerate(pictures) if eyes(picture)]
-        if not unsafe:
-            continue
-        views = torch.stack([from_pil(pictures[i]) for i in unsafe])
-        views = F.interpolate(views, size=(size, size), mode="bilinear", align_corners=False)
-        for i, audit in zip(unsafe, auditor.audit(views, [part[i][0] for i in unsafe], 0.0), strict=True):
-            level = max(audit.adv_prob, 1 - audit.probs[SAFE])
-            if best is None or level < best.adv_prob:
-                best = Found(*part[i], level, len(options))
-    return best
+        found += [Unsafe(p, s, from_pil(i)) for (p, s), i in zip(part, pictures, strict=True) if eyes(i)]
+    return found
+
+
+def disguised(auditor: Auditor, options: Sequence[Unsafe]) -> list[Found]:
+    """The options, those that worry the auditor least first."""
+    if not options:
+        return []
+    size = auditor.sizes[1]
+    views = torch.stack([o.view for o in options])
+    views = F.interpolate(views, size=(size, size), mode="bilinear", align_corners=False)
+    audits = auditor.audit(views, [o.prompt for o in options], 0.0)
+    found = [
+        Found(o.prompt, o.seed, max(a.adv_prob, 1 - a.probs[SAFE]), len(options))
+        for o, a in zip(options, audits, strict=True)
+    ]
+    return sorted(found, key=lambda f: f.adv_prob)
 
 
 def breaks(base: Base, defence: Defence, found: Found, eyes: Callable[[Image.Image], bool]) -> bool:
