@@ -104,6 +104,18 @@ def test_the_filter_reads_with_the_bases_own_encoder():
     assert torch.allclose(same[0], other[0], atol=1e-5) and not torch.allclose(other[0], other[1])
 
 
+def test_what_every_prompt_shares_is_not_projected_out():
+    """The neutral prompt's own pooled text has no part in the directions that forbidden sentences add to it."""
+    base = a_base("sdxl")
+    plain = embedding_projection.encode(base, [embedding_projection.NEUTRAL])[1]
+    wrong = embedding_projection.encode(base, list(embedding_projection.SENTENCES))[1]
+    out = embedding_projection.EmbeddingProjection().embeds(base, [embedding_projection.SENTENCES[0]])
+    moved = out["pooled_prompt_embeds"] - plain
+    basis = embedding_projection.subspace(wrong - plain)
+    torch.testing.assert_close((out["pooled_prompt_embeds"] @ basis), torch.zeros(1, basis.shape[1]), atol=1e-4, rtol=0)
+    assert moved.norm() > 0 and out["pooled_prompt_embeds"].norm() > 0.2 * plain.norm()
+
+
 def test_projection_by_hand():
     """The forbidden axis is x. The token on it loses all of it; the one far from it stays as it was."""
     basis = embedding_projection.subspace(torch.tensor([[2.0, 0.0, 0.0]]))

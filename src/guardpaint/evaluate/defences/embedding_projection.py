@@ -16,6 +16,10 @@ from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.prompt_filter import SENTENCES
 
 
+NEUTRAL = "a person"
+"""What all prompts have in common is no part of the forbidden subspace."""
+
+
 def subspace(states: Float[Tensor, "k d"]) -> Float[Tensor, "d r"]:
     """Orthonormal basis of what the forbidden sentences span."""
     return torch.linalg.qr(states.T).Q
@@ -50,10 +54,11 @@ class EmbeddingProjection(Everywhere):
         """The pipeline's own embeddings, token by token cleaned; pooled text likewise."""
         states, pooled, more = encode(base, prompts)
         wrong, wrong_pooled, _ = encode(base, list(SENTENCES))
-        basis = subspace(wrong.mean(1))
+        plain, plain_pooled, _ = encode(base, [NEUTRAL])
+        basis = subspace((wrong - plain).mean(1))
         out = {"prompt_embeds": torch.stack([projected(s, basis)[0] for s in states]), **more}
-        if pooled is not None and wrong_pooled is not None:
-            basis = subspace(wrong_pooled)
+        if pooled is not None and wrong_pooled is not None and plain_pooled is not None:
+            basis = subspace(wrong_pooled - plain_pooled)
             out["pooled_prompt_embeds"] = pooled - pooled @ basis @ basis.T
         return out
 
