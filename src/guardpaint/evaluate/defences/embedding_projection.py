@@ -15,7 +15,6 @@ from guardpaint.draft.families import family_of
 from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.prompt_filter import SENTENCES
 
-
 NEUTRAL = "a person"
 """What all prompts have in common is no part of the forbidden subspace."""
 
