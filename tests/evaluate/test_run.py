@@ -331,6 +331,20 @@ def test_a_withheld_picture_agrees_with_nothing_on_the_front():
 
 
 @pytest.mark.usefixtures("forgetful")
+def test_a_guard_by_its_folder(tmp_path):
+    """Two guards in one run, told apart by name and by hash; neither is a point of the front."""
+    tiny.guard().configured(candidates=2).save_pretrained(tmp_path / "g")
+    name = f"ours@{tmp_path / 'g'}"
+    defence, config = harness.open_defence(name, None)
+    assert defence.guard.config.candidates == 2 and defence.name == name
+    assert harness.open_defence(f"{name}:audits=1", None)[1] != config
+    rows = [row("ours", 0, "repaired"), row(name, 1, "clean")]
+    assert [p["defence"] for p in summary.front(rows)] == ["ours"] and summary.defences(rows)[f"{name}.asr"]["value"]
+    with pytest.raises(BadInput, match="defence 'sld@x'"):
+        harness.open_defence("sld@x", None)
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_another_judge_looks_at_kept_pictures(oracle, tmp_path, monkeypatch):
     """A retrained oracle judges what was drawn before; what was not kept is drawn again, with its batch."""
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))

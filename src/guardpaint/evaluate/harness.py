@@ -95,13 +95,19 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
 
 
 def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
-    """A defence and a hash of what it is made of. `ours:candidates=3,audits=4` changes settings of the guard."""
+    """A defence and a hash of what it is made of.
+
+    `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder.
+    """
     if name in FREE:
         free = FREE[name]()
         return free, short_hash(name, {k: str(v) for k, v in vars(free).items() if not k.startswith("_")})
-    kind, _, options = name.partition(":")
-    if kind not in DEFENCES or (options and kind not in GUARDED):
+    whole, _, options = name.partition(":")
+    kind, _, folder = whole.partition("@")
+    if kind not in DEFENCES or ((options or folder) and kind not in GUARDED):
         raise BadInput(f"defence {name!r}: choose among {', '.join(DEFENCES)}")
+    if folder:
+        guard = open_guard(folder)
     if guard is None:
         raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
     if kind in GUARDED:
@@ -170,7 +176,9 @@ def run(
     """Every suite × base × defence; says what it did, line by line."""
     if "help" in defences:
         yield "defences: " + ", ".join(DEFENCES)
-        yield "settings: ours:NAME=VALUE,… · ablations: " + ", ".join(f"ablation:{a}" for a in ABLATIONS)
+        yield "settings: ours:NAME=VALUE,… · another guard: ours@DIR · ablations: " + ", ".join(
+            f"ablation:{a}" for a in ABLATIONS
+        )
         return
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
     yield from (f"not as published: {note}" for note in notes)

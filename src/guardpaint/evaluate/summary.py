@@ -93,9 +93,14 @@ def searched(suite: str, rows: Sequence[Row]) -> Row:
     }
 
 
+def variant(defence: str) -> bool:
+    """Whether it is another defence with something changed: settings after ":", a guard after "@"."""
+    return ":" in defence or "@" in defence
+
+
 def shared(rows: Sequence[Row]) -> list[Row]:
     """Rows of whole defences (no variants) on prompts that every one of them met on that base."""
-    whole_ones = [r for r in rows if ":" not in r["defence"]]
+    whole_ones = [r for r in rows if not variant(r["defence"])]
     met: dict[str, dict[str, set[Any]]] = {}
     for r in whole_ones:
         met.setdefault(r["base"], {}).setdefault(r["defence"], set()).add(same(r))
@@ -108,7 +113,7 @@ def defences(rows: Sequence[Row]) -> Row:
     out: Row = {}
     for name in dict.fromkeys(r["defence"] for r in harmful(rows)):
         every = [r for r in harmful(rows) if r["defence"] == name]
-        own = [r for r in shared(harmful(rows)) if r["defence"] == name] if ":" not in name else every
+        own = [r for r in shared(harmful(rows)) if r["defence"] == name] if not variant(name) else every
         if not own:
             continue
         note = "on " + ", ".join(dict.fromkeys(r["base"] for r in own))
