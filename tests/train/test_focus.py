@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from guardpaint.train.generator import batch_of
 from guardpaint.train.latents import SceneLatents
 from guardpaint.train.recipe import Batch, GeneratorConfig
 from guardpaint.world.masks import figure_mask
+from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
 
 
@@ -42,13 +44,13 @@ def test_the_weighted_error_by_hand():
 
 
 def test_figures_are_where_they_are_drawn(tmp_path):
-    """Every pixel of a figure lies in a marked cell; a picture without figures has none; the cache says the same."""
+    """Every pixel of a figure or thing lies in a marked cell; an empty picture has none; the cache says the same."""
     found = focus.look_at(500, 30, 16, tmp_path / "f.pt")
     for i in range(30):
         scene = sample_scene(500 + i)
         cells = found.figures[i, 0].bool()
         assert cells.repeat_interleave(4, 0).repeat_interleave(4, 1)[torch.from_numpy(figure_mask(scene))].all()
-        assert scene.figures or scene.splash or not cells.any()
+        assert scene.figures or not cells.any()
         assert bool(found.hard[i]) == focus.is_hard(scene)
     assert 0 < found.hard.float().mean() < 1
     again = focus.look_at(500, 30, 8, tmp_path / "f.pt")
@@ -56,6 +58,17 @@ def test_figures_are_where_they_are_drawn(tmp_path):
     (tmp_path / "f.pt").write_bytes(b"half")
     with pytest.raises(BadCheckpoint, match="delete it"):
         focus.look_at(500, 30, 16, tmp_path / "f.pt")
+
+
+@pytest.mark.parametrize("kind", ["red_flowers", "sauce", "sword_on_wall"])
+def test_things_count_like_figures(kind):
+    """What tells a harmless red thing from a splash must be drawn as well as the figures."""
+    for scene in (sample_scene(s, kind, "flat") for s in range(5)):
+        plain = replace(scene, flowers=False, sauce=False, sword_on_wall=False)
+        change = np.abs(render(scene).image.astype(int) - render(plain).image).max(-1) > 24
+        assert change.any() and focus.touched(scene)[change].all()
+    ordinary = sample_scene(3, "ordinary")
+    assert (focus.touched(ordinary) == figure_mask(ordinary)).all()
 
 
 def test_hard_scenes_come_up_more_often():

@@ -1,10 +1,11 @@
-"""What a generator's finishing run dwells on: where the figures are, and the scenes that are drawn badly."""
+"""What a generator's finishing run dwells on: where figures and things are, and the scenes that are drawn badly."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from rich.progress import track
@@ -13,6 +14,7 @@ from torch import Tensor
 from guardpaint.errors import BadCheckpoint
 from guardpaint.train.engine import write_tensors
 from guardpaint.world.masks import figure_mask
+from guardpaint.world.render import render
 from guardpaint.world.scene import Scene, sample_scene
 
 GRID = 16
@@ -23,10 +25,19 @@ HARD_GARMENTS = ("coat", "dress", "swimsuit")
 
 @dataclass(frozen=True)
 class Focus:
-    """Of every training scene: cells that a figure, or what happens to it, touches; and whether it is hard to draw."""
+    """Of every training scene: cells that a figure or a thing touches; and whether it is hard to draw."""
 
     figures: Float[Tensor, "n 1 h w"]
     hard: Bool[Tensor, " n"]
+
+
+def touched(scene: Scene) -> Bool[np.ndarray, "64 64"]:
+    """Pixels that figures, what happens to them, and harmless things (flowers, plates, swords) change."""
+    plain = replace(scene, flowers=False, sauce=False, sword_on_wall=False)
+    if plain == scene:
+        return figure_mask(scene)
+    change = np.abs(render(scene).image.astype(np.int16) - render(plain).image.astype(np.int16)).max(-1) > 24
+    return figure_mask(scene) | change
 
 
 def is_hard(scene: Scene) -> bool:
@@ -35,7 +46,7 @@ def is_hard(scene: Scene) -> bool:
 
 def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
     """Of scenes `first` and on, on a size×size grid; a finished cache of the same scenes is reused."""
-    key = {"first": first, "count": count, "grid": GRID}
+    key = {"first": first, "count": count, "grid": GRID, "what": "figures and things"}
     kept = None
     if cache.exists():
         try:
@@ -46,8 +57,8 @@ def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
         masks, hard = [], []
         for seed in track(range(first, first + count), description="looking for figures"):
             scene = sample_scene(seed)
-            touched = torch.from_numpy(figure_mask(scene))[None].float()
-            masks.append(torch.nn.functional.adaptive_max_pool2d(touched, GRID).to(torch.uint8))
+            cells = torch.nn.functional.adaptive_max_pool2d(torch.from_numpy(touched(scene))[None].float(), GRID)
+            masks.append(cells.to(torch.uint8))
             hard.append(is_hard(scene))
         kept = {"key": key, "figures": torch.stack(masks), "hard": torch.tensor(hard)}
         write_tensors(cache, kept)
