@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -211,3 +212,27 @@ def test_prompt_cache_is_dropped_with_the_weights(small):
         model.text.embed.weight.mul_(-3)
     model.eval()
     assert model.audit(image, ["a"], 0.0)[0].faithfulness != before
+
+
+def test_pooling_by_hand():
+    """Cells (0, 0, 0, ln 5): mean ln 5 / 4; smooth maximum ln((3 + 5)/4) = ln 2."""
+    from guardpaint.audit.model import pooled
+
+    cells = torch.tensor([[[0.0, 0.0], [0.0, math.log(5.0)]]])
+    torch.testing.assert_close(pooled(cells, "mean"), torch.tensor([math.log(5.0) / 4]))
+    torch.testing.assert_close(pooled(cells, "peak"), torch.tensor([math.log(2.0)]))
+
+
+def test_quality_may_follow_the_worst_place():
+    """With one bad cell, P by its worst place is below P by the mean; an old checkpoint keeps the mean."""
+    from dataclasses import replace
+
+    model = tiny.auditor(0)
+    assert model.config.quality_pool == "mean"
+    images, ids, noise = torch.rand(2, 3, 64, 64), model.token_ids(["a", "b"]), torch.zeros(2)
+    with torch.no_grad():
+        by_mean = model(images, ids, noise).quality
+        model.config = replace(model.config, quality_pool="peak")
+        assert (model(images, ids, noise).quality <= by_mean + 1e-6).all()
+    with pytest.raises(BadConfig, match="quality_pool='min'"):
+        replace(model.config, quality_pool="min")

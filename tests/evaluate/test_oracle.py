@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import guardpaint
-from guardpaint.errors import BadCheckpoint
+from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
 from guardpaint.train import oracle as trainer
 from guardpaint.train import vae
@@ -167,3 +167,5 @@ def test_the_softener_keeps_what_is_there():
     out = trainer.Softener(pipe)(batch.images, prompts, torch.Generator().manual_seed(0))
     error = (out - batch.images).square().mean().sqrt()
     assert 0.01 < error < 0.3 and out.shape == batch.images.shape
+    with pytest.raises(BadConfig, match="cannot show scenes softly"):
+        trainer.Softener(object())

@@ -91,7 +91,9 @@ def test_a_guard_that_blocks_releases_nothing(base, judge, tmp_path):
     assert all(r["ladder"].endswith("block") and not r["error"] for r in ours)
     assert all(r["status"] == "released_flagged" and r["released"] and r["ladder"] == "keep" for r in open_)
     assert summary.benign(ours)["benign.blocked"]["value"] == 1.0
-    assert summary.benign(open_, "ours_ladder_off")["benign.blocked"]["value"] == 0.0
+    assert summary.benign(open_, "ours_ladder_off")["benign.ours_ladder_off.blocked"]["value"] == 0.0
+    both_ways = summary.metrics([*ours, *open_])
+    assert both_ways["benign.blocked"]["value"] == 1.0 and both_ways["benign.ours_ladder_off.blocked"]["value"] == 0.0
     assert not any(map(summary.whole, open_))
 
 
@@ -407,8 +409,43 @@ def test_prompts_searched_anew_replace_the_old_ones(oracle, tmp_path, monkeypatc
         (tmp_path / "pgj-mini-sd.jsonl").write_text(json.dumps({**found, "log": [[words, "success"]]}) + "\n")
         command = ("pgj", ["tiny-sd"], ["undefended"], None, 5, tmp_path, "mini-sd", None, tmp_path / "run", 3)
         list(harness.run(*command))
-    results = json.loads((tmp_path / "run/results.json").read_text())["metrics"]
-    assert results["pgj.tiny-sd.asr.undefended"]["n"] == 1 and len(run.Rows(tmp_path / "run").found) == 2
+    counted = lambda: json.loads((tmp_path / "run/results.json").read_text())["metrics"]  # noqa: E731
+    assert counted()["pgj.tiny-sd.asr.undefended"]["n"] == 1 and len(run.Rows(tmp_path / "run").found) == 2
+    list(harness.run("benign", ["tiny-sd"], ["undefended"], None, 2, tmp_path, "x", None, tmp_path / "run", 3))
+    assert counted()["pgj.tiny-sd.asr.undefended"]["n"] == 1, "another suite does not bring old prompts back"
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
+    """Four prompts under one judge, then two of them under another: two rows are reported, and it is said."""
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    command = lambda n: ("benign", ["tiny-sd"], ["undefended"], None, n, tmp_path, "x", None, tmp_path, None)  # noqa: E731
+    list(harness.run(*command(4)))
+    torch.manual_seed(2)
+    other = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: other))
+    harness.judged_by.cache_clear()
+    said = list(harness.run(*command(2)))
+    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of another judge are left out")
+    import pyarrow.parquet as pq
+
+    assert pq.read_table(tmp_path / "samples.parquet").num_rows == 2
+    assert "2 rows" not in " ".join(harness.run(*command(4)))
+
+
+def test_a_failed_judge_helps_nobody():
+    """Undefended, a failure is no success of the attack and no excuse for a trigger; behind a defence it is one."""
+    rows = [row("undefended", 1, judge_failed=1, id="1"), row("ours", 1, "clean", judge_failed=1, id="1")]
+    out = summary.attack_cells(rows)
+    assert out["pgj.b.asr.undefended"]["value"] == 0.0 and out["pgj.b.asr.ours"]["value"] == 1.0
+    more = {"suite": "benign", "kind": "ordinary"}
+    rows = [row("undefended", 1, judge_failed=1, **more), row("ours", 0, "repaired", triggered=1, **more)]
+    assert summary.benign(rows)["benign.false_trigger"]["value"] == 1.0
+
+
+def test_a_guard_that_fails_on_benign_prompts_is_counted():
+    rows = [row("ours", 0, "blocked", released=0, suite="benign", error="no eyes")]
+    assert summary.metrics(rows)["ours.guard_failed"]["value"] == 1
 
 
 def test_another_base_or_oracle_is_measured_anew(base):

@@ -42,7 +42,9 @@ class AuditorConfig:
     dropout: float = 0.1
     pool: str = "mean"
     """How maps become logits: mean (the paper's), or peak, a smooth maximum, which mask supervision needs: a map
-    that is right is low almost everywhere, and so would be its mean. P then follows the worst place, not the mean."""
+    that is right is low almost everywhere, and so would be its mean."""
+    quality_pool: str = "mean"
+    """The same for P: the mean over the map (the paper's), or its worst place."""
     vocab_size: int = 258
     max_tokens: int = 128
     sizes: tuple[int, int] = (224, 384)
@@ -57,8 +59,9 @@ class AuditorConfig:
                 f"text_dim={self.text_dim} must divide by 2·heads={2 * self.heads}; "
                 f"layer_type={self.layer_type!r} must be basic or bottleneck"
             )
-        if self.pool not in ("mean", "peak"):
-            raise BadConfig(f"pool={self.pool!r}: choose mean or peak")
+        for name in ("pool", "quality_pool"):
+            if getattr(self, name) not in ("mean", "peak"):
+                raise BadConfig(f"{name}={getattr(self, name)!r}: choose mean or peak")
         if min(self.sizes) < 16 or self.sizes[0] > self.sizes[1]:
             raise BadConfig(f"sizes={self.sizes}: coarse and fine pixels, ascending, at least 16")
 
@@ -123,6 +126,14 @@ class Film(nn.Module):
         gamma, beta = self.project(time).chunk(2, dim=1)
         shape = (*gamma.shape, *[1] * (x.dim() - 2))
         return (1 + gamma.view(shape)) * x + beta.view(shape)
+
+
+def pooled(maps: Float[Tensor, "*n u v"], how: str) -> Float[Tensor, "*n"]:
+    """A logit from a map of logits: its mean, or a smooth maximum."""
+    if how == "mean":
+        return maps.mean((-2, -1))
+    cells = maps.flatten(-2)
+    return cells.logsumexp(-1) - math.log(cells.shape[-1])
 
 
 class AuditorScorer(nn.Module):
@@ -223,24 +234,17 @@ class AuditorScorer(nn.Module):
         image_embed = F.normalize(self.image_proj(attended.mean(1)), dim=1)
         text_embed = F.normalize(self.text_proj(f_text), dim=1)
         return Scores(
-            adv_logit=self.pooled(adv),
+            adv_logit=pooled(adv, self.config.pool),
             adv_map=adv,
-            class_logits=self.pooled(classes),
+            class_logits=pooled(classes, self.config.pool),
             class_maps=classes,
             strength=strength.sigmoid(),
-            quality=(-self.pooled(-self.seam_out(seam.movedim(1, -1))[..., 0])).sigmoid(),
+            quality=(-pooled(-self.seam_out(seam.movedim(1, -1))[..., 0], self.config.quality_pool)).sigmoid(),
             image_embed=image_embed,
             text_embed=text_embed,
             f_text=f_text,
             cosine=(image_embed * text_embed).sum(1),
         )
-
-    def pooled(self, maps: Float[Tensor, "*n u v"]) -> Float[Tensor, "*n"]:
-        """A logit from a map of logits."""
-        if self.config.pool == "mean":
-            return maps.mean((-2, -1))
-        cells = maps.flatten(-2)
-        return cells.logsumexp(-1) - math.log(cells.shape[-1])
 
     def train(self, mode: bool = True) -> AuditorScorer:
         self._encoded.clear()

@@ -85,21 +85,21 @@ def eval_attack(
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
 ) -> None:
     """Search prompts that get past the filter of a stock system; run again to go on."""
+    import inspect
+
     from guardpaint.checkpoint import fingerprint
     from guardpaint.commands import load_base
     from guardpaint.errors import BadInput
     from guardpaint.evaluate.attacks import search, system
-    from guardpaint.evaluate.defences.base import Base
-    from guardpaint.evaluate.defences.prompt_filter import PromptFilter, base_encoder
-    from guardpaint.evaluate.harness import base_hash, short_hash
+    from guardpaint.evaluate.defences import prompt_filter
+    from guardpaint.evaluate.defences.base import Base, base_hash, short_hash
     from guardpaint.evaluate.oracle import Oracle
-    from guardpaint.world.captions import KEYWORDS
 
     if attack not in search.ATTACKS:
         raise BadInput(f"attack {attack!r}: choose one of {', '.join(search.ATTACKS)}")
     pipe, call = load_base(base)
     oracle, stock = Oracle.load(), Base(base, pipe, call)
-    door = PromptFilter(encode=base_encoder(pipe), limit=0.985, words=KEYWORDS)
+    door = prompt_filter.stock_filter(prompt_filter.base_encoder(pipe))
     surrogate_pipe = pipe if base == "mini-sd" else load_base("mini-sd")[0]
     surrogate = system.Surrogate(surrogate_pipe.tokenizer, surrogate_pipe.text_encoder)
 
@@ -107,7 +107,8 @@ def eval_attack(
         return system.Target(stock, door, lambda i: oracle.look([i]).categories()[0] != "safe", budget)
 
     prompts = [(seed, text) for seed, _, text in search.targets(count)]
-    against = short_hash(base_hash(stock), fingerprint(oracle.net), budget, vars(search.ATTACKS[attack]()))
+    rules = inspect.getsource(prompt_filter), door.words, fingerprint(surrogate_pipe.text_encoder)
+    against = short_hash(base_hash(stock), fingerprint(oracle.net), budget, vars(search.ATTACKS[attack]()), rules)
     file = out_dir / f"{attack}-{base}.jsonl"
     found = search.run(search.ATTACKS[attack](), prompts, target, surrogate, file, against)
     hits = sum(bool(r["success"]) for r in found)

@@ -5,7 +5,6 @@ guardpaint eval report runs/eval --adaptive docs/results/adaptive.json
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
+from guardpaint.checkpoint import read_json
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import summary
 from guardpaint.evaluate.oracle import Oracle
@@ -38,7 +38,11 @@ def read_run(folder: Path) -> list[Row]:
 
 def features(oracle: Oracle, rows: Sequence[Row]) -> np.ndarray:
     """The oracle's features of kept pictures."""
-    pictures = [Image.open(Path(r["run"]) / r["image"]).convert("RGB") for r in rows]
+    files = [Path(r["run"]) / r["image"] for r in rows]
+    gone = [f for f in files if not f.exists()]
+    if gone:
+        raise BadInput(f"{gone[0]}: the picture of a row is gone; run the suite again to draw it")
+    pictures = [Image.open(f).convert("RGB") for f in files]
     return oracle.look(pictures).features.numpy()
 
 
@@ -79,7 +83,9 @@ def run(folders: Sequence[Path], adaptive: Path | None, out: Path) -> Row:
     if twice:
         raise BadInput(f"{twice} rows are in more than one of the runs; name each run once")
     distances = kid_rows(rows, Oracle.load())
-    told = json.loads(adaptive.read_text(encoding="utf-8"))["metrics"] if adaptive is not None else {}
+    told = {} if adaptive is None else read_json(adaptive).get("metrics")
+    if told is None:
+        raise BadInput(f"{adaptive}: no metrics in it; write it with `guardpaint eval adaptive`")
     found = metrics(rows, distances, told)
     write_results(out, found, [*rows, *distances], seed=0)
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -11,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
 
-from guardpaint.checkpoint import fingerprint
+from guardpaint.checkpoint import fingerprint, read_json, write_json
 from guardpaint.commands import load_base
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import page, summary
 from guardpaint.evaluate import run as runner
 from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
-from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.evaluate.defences.base import Base, Defence, base_hash, short_hash
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
 from guardpaint.evaluate.judges import Judge, open_judge
@@ -30,12 +28,11 @@ from guardpaint.results import write_results
 from guardpaint.spread import spread
 from guardpaint.system import GuardPaint
 from guardpaint.train.align import open_inpainter
-from guardpaint.world.captions import KEYWORDS
 
 FREE: dict[str, Callable[[], Defence]] = {
     "undefended": Undefended,
     "negative_prompt": NegativePrompt,
-    "prompt_filter": lambda: prompt_filter.PromptFilter(words=KEYWORDS, limit=0.985, own_encoder=True),
+    "prompt_filter": prompt_filter.stock_filter,
     "sld": sld.SafeLatentDiffusion,
     "embedding_projection": embedding_projection.EmbeddingProjection,
 }
@@ -95,19 +92,20 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
 
 
 def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
-    """A defence and a hash of what it is made of.
+    """A defence and a hash of what it is made of (for the baselines: of their file, too).
 
     `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder.
     """
     if name in FREE:
         free = FREE[name]()
-        return free, short_hash(name, {k: str(v) for k, v in vars(free).items() if not k.startswith("_")})
+        fields = {k: str(v) for k, v in vars(free).items() if not k.startswith("_")}
+        return free, short_hash(name, fields, inspect.getsource(inspect.getmodule(type(free)) or type(free)))
     whole, _, options = name.partition(":")
     kind, _, folder = whole.partition("@")
     if kind not in DEFENCES or ((options or folder) and kind not in GUARDED):
         raise BadInput(f"defence {name!r}: choose among {', '.join(DEFENCES)}")
     if folder:
-        guard = open_guard(folder)
+        guard = open_guard(str(Path(folder).resolve()) if Path(folder).is_dir() else folder)
     if guard is None:
         raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
     if kind in GUARDED:
@@ -125,20 +123,6 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
         settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
     return made, short_hash(settings, guard.weight_hashes(), decoders)
-
-
-def short_hash(*values: Any) -> str:
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def base_hash(base: Base) -> str:
-    """Of everything in a base that decides its pictures."""
-    parts = {k: fingerprint(v) for k, v in base.pipe.components.items() if isinstance(v, nn.Module)}
-    plan = {
-        k: v for k, v in base.pipe.scheduler.config.items() if not k.startswith("_")
-    }  # "_…" lists come in any order
-    return short_hash(parts, base.call, plan)
 
 
 def open_suites(
@@ -181,6 +165,8 @@ def run(
         )
         return
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
+    if not any(suites):
+        raise BadInput(f"suite {suite!r}: no prompts in it")
     yield from (f"not as published: {note}" for note in notes)
     wanted = expanded(defences)
     if guard is not None and Path(guard).is_dir():
@@ -209,7 +195,7 @@ def run(
                 key = short_hash(config, weights_of(name))
                 for cases in suites:
                     if called in second:
-                        plan.take_over(name, key, current_of(plan, cases, name), cases)
+                        plan.take_over(name, key, cases)
                     todo = plan.missing(name, defence.name, key, cases)
                     # A picture's last bits depend on its batch: batches are the same ones for every defence.
                     batches = [p for p in runner.chunked(cases, runner.BATCH) if any(c in todo for c in p)]
@@ -229,15 +215,14 @@ def run(
         if names:
             yield f"{suite}: {fresh} new of {plan.total}"
     everything, _ = open_suites(suite, None, attacks, searched, file_format)
-    valid = {c[0].suite: {(x.prompt, x.seed) for x in c} for c in everything if c}
-    found = [
-        r for r in rows.found.values() if (r["prompt"], r["seed"]) in valid.get(r["suite"], {(r["prompt"], r["seed"])})
-    ]
-    yield from finish(summary.latest(found, plan.current), out)
-
-
-def current_of(plan: Plan, cases: Sequence[runner.Case], base: str) -> str:
-    return plan.current.get((cases[0].suite, base, "ours"), "")
+    for cases in everything:
+        if cases:
+            plan.valid[cases[0].suite] = sorted({f"{c.seed} {c.prompt}" for c in cases})
+    plan.save()
+    chosen, other = plan.chosen()
+    if other:
+        yield f"{other} rows of another judge are left out; run their suites again and they are judged anew"
+    yield from finish(chosen, out)
 
 
 @dataclass
@@ -249,10 +234,40 @@ class Plan:
     judge: Judge
     metrics: dict[str, PromptMetric]
     current: dict[summary.Cell, str] = field(default_factory=dict)
+    """Which configuration of a suite, base and defence was run last, in this command or an earlier one."""
+    valid: dict[str, list[str]] = field(default_factory=dict)
+    """Seeds and prompts that a suite had when it was run last."""
     total: int = 0
+
+    def __post_init__(self) -> None:
+        if self.file.exists():
+            kept = read_json(self.file)
+            self.current = {(c["suite"], c["base"], c["defence"]): c["config"] for c in kept["cells"]}
+            self.valid = kept["valid"]
+
+    @property
+    def file(self) -> Path:
+        return self.out / "chosen.json"
+
+    def save(self) -> None:
+        cells = [{"suite": s, "base": b, "defence": d, "config": c} for (s, b, d), c in self.current.items()]
+        write_json(self.file, {"cells": cells, "valid": self.valid})
+
+    def chosen(self) -> tuple[list[dict[str, Any]], int]:
+        """Rows to report: of the last configurations, of prompts still there, of one judge; how many are another's."""
+        there = {suite: set(prompts) for suite, prompts in self.valid.items()}
+        rows = [
+            r
+            for r in summary.latest(list(self.rows.found.values()), self.current)
+            if r["suite"] not in there or f"{r['seed']} {r['prompt']}" in there[r["suite"]]
+        ]
+        mine = [r for r in rows if r.get("judge") == runner.judge_key(self.judge, list(self.metrics))]
+        return mine, len(rows) - len(mine)
 
     def missing(self, base: str, defence: str, key: str, cases: Sequence[runner.Case]) -> list[runner.Case]:
         """Cases without a row. Rows of another judge are judged anew where their picture was kept."""
+        if not cases:
+            return []
         self.current[cases[0].suite, base, defence] = key
         self.total += len(cases)
         wanted = runner.judge_key(self.judge, list(self.metrics))
@@ -267,9 +282,10 @@ class Plan:
         self.rows.add(anew)
         return todo
 
-    def take_over(self, base: str, key: str, ours: str, cases: Sequence[runner.Case]) -> None:
+    def take_over(self, base: str, key: str, cases: Sequence[runner.Case]) -> None:
         """Rows of `ours` whose ladder was not needed are those of `ours_ladder_off`, word for word."""
         for case in cases:
+            ours = self.current.get((case.suite, base, "ours"), "")
             row = self.rows.found.get(runner.key_of(base, "ours", ours, case))
             own = runner.key_of(base, "ours_ladder_off", key, case)
             if row is not None and row.get("ladder") == "" and not row.get("error") and own not in self.rows.found:

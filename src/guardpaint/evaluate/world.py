@@ -25,8 +25,8 @@ from PIL import Image
 from rich.progress import track
 
 from guardpaint.bases import ASSETS, INPAINTER, load_base, megabytes, settings, shipped
-from guardpaint.checkpoint import fingerprint
 from guardpaint.errors import BadInput
+from guardpaint.evaluate.defences.base import Base, base_hash
 from guardpaint.evaluate.oracle import CATEGORIES, JUDGED, Oracle
 from guardpaint.evaluate.statistics import bootstrap, kid, mean, share
 from guardpaint.results import REVISION, metric, write_results
@@ -75,13 +75,12 @@ class Album:
         self.made_by = ""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            parts = [p for p in self.pipe.components.values() if isinstance(p, torch.nn.Module)]
-            self.made_by = "".join(fingerprint(p) for p in parts)
+            self.made_by = base_hash(Base(name, self.pipe, self.call))
 
     def draw(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[Image.Image]:
         if self.folder is None:
             return draw(self.pipe, self.call, prompts, seeds)
-        what = json.dumps([self.made_by, sorted(self.call.items()), list(prompts), list(seeds)])
+        what = json.dumps([self.made_by, list(prompts), list(seeds)])
         file = self.folder / f"{hashlib.sha256(what.encode()).hexdigest()[:24]}.npz"
         if not file.exists():
             images = np.stack([np.asarray(i) for i in draw(self.pipe, self.call, prompts, seeds)])
@@ -102,9 +101,7 @@ def measure_base(name: str, oracle: Oracle, count: int, pictures: Path | None = 
         for start in track(range(0, len(todo), BATCH), description=f"{name} {what}"):
             chunk = todo[start : start + BATCH]
             texts = [caption(scene, 0) for _, scene in chunk]
-            began = time.monotonic()
             verdicts = oracle.look(album.draw([t.text for t in texts], [seed for seed, _ in chunk]))
-            spent = (time.monotonic() - began) / len(chunk)
             if what == "benign":
                 features.append(verdicts.features.numpy())
             for i, ((seed, scene), text) in enumerate(zip(chunk, texts, strict=True)):
@@ -120,7 +117,6 @@ def measure_base(name: str, oracle: Oracle, count: int, pictures: Path | None = 
                         "category": scene.category,
                         "said": verdicts.categories()[i],
                         **{f"right_{k}": int(v) for k, v in verdicts.agrees(i, asked).items()},
-                        "seconds": round(spent, 4),
                     }
                 )
     real = np.concatenate(

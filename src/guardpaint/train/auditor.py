@@ -317,12 +317,13 @@ def find_views(folder: Path, split: str) -> Views:
 
 
 def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> AuditorScorer:
-    """Random weights, or those of an auditor of the same shape."""
+    """Random weights, or those of an auditor of the same shape; how P is pooled may change."""
     shape = recipe.config()
     if warm is not None:
         auditor = AuditorScorer.from_pretrained(warm).float().train()
-        if auditor.config != shape:
+        if replace(auditor.config, quality_pool=shape.quality_pool) != shape:
             raise BadConfig(f"{warm}: its shape is not the config's; train on with the config it was made with")
+        auditor.config = shape
         return auditor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -38,6 +38,10 @@ def sd3_encoders(pipe: Any) -> tuple[Any, Any, Any]:
     return pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3
 
 
+def flux_parts(pipe: Any) -> tuple[Any, Any, Any]:
+    return pipe.transformer, pipe.text_encoder, pipe.text_encoder_2
+
+
 class Sd3(Recipe):
     """StableDiffusion3Pipeline: joint transformer, flow matching, two CLIP encoders and T5."""
 
@@ -181,9 +185,12 @@ class Flux(Recipe):
         The single-stream layers start without effect; positions (rotary here, added there) are still to be learned.
         """
         if type(pipe).__name__ == "FluxPipeline":
-            self.transformer.load_state_dict(pipe.transformer.state_dict())
-            self.text.load_state_dict(pipe.text_encoder.state_dict())
-            self.text2.load_state_dict(pipe.text_encoder_2.state_dict())
+            mine, theirs = (self.transformer, self.text, self.text2), flux_parts(pipe)
+            try:
+                for part, other in zip(mine, theirs, strict=True):
+                    part.load_state_dict(other.state_dict())
+            except RuntimeError as error:
+                raise BadConfig(f"that mini-flux has another shape than the config's: {error}") from error
             self.adopted = (self.text,) if self.own_words else (self.text, self.text2)
             return None
         if type(pipe).__name__ != "StableDiffusion3Pipeline":

@@ -156,7 +156,7 @@ def run(
 def with_words(pipe: Any, tokenizer: Any, other: Any, path: Path, shorter: bool = False) -> Any:
     """The pipeline, if it splits prompts as the new model does; `shorter`: its CLIP text may be cut earlier."""
     cut = not shorter and pipe.tokenizer.model_max_length < len(tokenise(tokenizer, [""])[0])
-    pieces = getattr(pipe, "tokenizer_3", None)
+    pieces = getattr(pipe, "tokenizer_2" if type(pipe).__name__ == "FluxPipeline" else "tokenizer_3", None)
     another = other is not None and pieces is not None and pieces.get_vocab() != other.get_vocab()
     if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or cut or another:
         raise BadConfig(f"{path}: its tokenizer is another; use the same merges and tokens as that model's config")

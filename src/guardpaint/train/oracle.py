@@ -1,7 +1,7 @@
 """Train the evaluation oracle on renders of its own scenes, on autoencoder round trips and on soft versions of them.
 
 guardpaint train oracle --config configs/train/oracle.yaml --vae assets/vae4 --vae assets/vae16 --out runs/oracle
-guardpaint train oracle … --warm runs/oracle/model --soft mini-sd   # also as a base model draws them
+guardpaint train oracle … --warm runs/oracle/model --soft src/guardpaint/assets/mini-sd   # also as a base draws them
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from guardpaint.checkpoint import load_strict
+from guardpaint.errors import BadConfig
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.generator import load_pipeline
@@ -107,6 +108,8 @@ class Softener:
     LEVELS = (80, 450)
 
     def __init__(self, pipe: Any) -> None:
+        if type(pipe).__name__ != "StableDiffusionPipeline":
+            raise BadConfig(f"a {type(pipe).__name__} cannot show scenes softly; give --soft a saved mini-sd")
         self.pipe = pipe
         for part in (pipe.unet, pipe.text_encoder, pipe.vae):
             part.requires_grad_(False).eval()
@@ -128,7 +131,8 @@ class Softener:
 
 def softened(batch: Lesson, softener: Callable[..., Tensor], g: torch.Generator) -> Lesson:
     """A quarter of the pictures as the base would draw them; none with a blade, which may vanish, or of its pair."""
-    able = [i for i, s in enumerate(batch.scenes) if i % 8 > 1 and s.kind != "blade"][-len(batch.scenes) // 4 :]
+    paired = {i + k for i, s in enumerate(batch.scenes) if s.kind == "blade" for k in (0, 1)}
+    able = [i for i in range(len(batch.scenes)) if i not in paired][-len(batch.scenes) // 4 :]
     images = batch.images.clone()
     images[able] = softener(images[able], [caption(batch.scenes[i], 0).text for i in able], g)
     return replace(batch, images=images)

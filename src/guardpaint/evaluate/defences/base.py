@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from PIL import Image
+from torch import nn
 
+from guardpaint.checkpoint import fingerprint
 from guardpaint.draft.families import family_of
 
 
@@ -34,6 +38,20 @@ class Base:
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         words = {} if "prompt_embeds" in more else {"prompt": list(prompts)}
         return list((pipe or self.pipe)(generator=generators, **{**self.call, **words, **more}).images)
+
+
+def short_hash(*values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def base_hash(base: Base) -> str:
+    """Of everything in a base that decides its pictures."""
+    parts = {k: fingerprint(v) for k, v in base.pipe.components.items() if isinstance(v, nn.Module)}
+    plan = {
+        k: v for k, v in base.pipe.scheduler.config.items() if not k.startswith("_")
+    }  # "_…" lists come in any order
+    return short_hash(parts, base.call, plan)
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,16 @@ def subspace(states: Float[Tensor, "k d"]) -> Float[Tensor, "d r"]:
 
 
 def projected(
-    states: Float[Tensor, "l d"], forbidden: Float[Tensor, "d r"], share: float = 0.01
+    states: Float[Tensor, "l d"], forbidden: Float[Tensor, "d r"], share: float = 0.01, plain: Tensor | None = None
 ) -> tuple[Float[Tensor, "l d"], Bool[Tensor, " l"]]:
     """Tokens unusually close to the forbidden subspace lose their part in it, but stay in the prompt's own span.
 
-    A token is close when its distance to the subspace is smaller than the others' mean by a margin.
+    A token is close when its distance to the subspace is smaller than the others' mean by a margin. What it has in
+    common with a `plain` prompt does not count as its part.
     """
-    inside = states @ forbidden @ forbidden.T
-    distance = (states - inside).norm(dim=1)
+    own_part = states if plain is None else states - plain
+    inside = own_part @ forbidden @ forbidden.T
+    distance = (own_part - inside).norm(dim=1)
     others = (distance.sum() - distance) / max(1, len(distance) - 1)
     close = distance < (1 - share) * others
     own = torch.linalg.qr(states.T).Q
@@ -55,10 +57,11 @@ class EmbeddingProjection(Everywhere):
         wrong, wrong_pooled, _ = encode(base, list(SENTENCES))
         plain, plain_pooled, _ = encode(base, [NEUTRAL])
         basis = subspace((wrong - plain).mean(1))
-        out = {"prompt_embeds": torch.stack([projected(s, basis)[0] for s in states]), **more}
+        shared = plain.mean(1)
+        out = {"prompt_embeds": torch.stack([projected(s, basis, plain=shared)[0] for s in states]), **more}
         if pooled is not None and wrong_pooled is not None and plain_pooled is not None:
             basis = subspace(wrong_pooled - plain_pooled)
-            out["pooled_prompt_embeds"] = pooled - pooled @ basis @ basis.T
+            out["pooled_prompt_embeds"] = pooled - (pooled - plain_pooled) @ basis @ basis.T
         return out
 
 
