@@ -75,6 +75,8 @@ def test_rows_are_made_once_and_a_cut_line_is_dropped(base, judge, tmp_path):
     again = run.Rows(tmp_path)
     assert len(again.found) == 4
     assert len(list((tmp_path / "images").glob("*.png"))) == 2
+    run.keep(run.draw(base, Undefended(), "", cases, judge), again, tmp_path, 2)
+    assert sum(bool(r["image"]) for r in run.Rows(tmp_path).found.values()) == 2, "drawn again, still kept"
     row = next(iter(again.found.values()))
     assert row["status"] == "plain" and row["released"] == 1 and len(row["picture"]) == 16
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from guardpaint.train.engine import TrainConfig
 from guardpaint.train.generator import batch_of
 from guardpaint.train.latents import SceneLatents
 from guardpaint.train.recipe import Batch, GeneratorConfig
-from guardpaint.world.masks import figure_mask
+from guardpaint.world.masks import differs, figure_mask
 from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
 
@@ -65,7 +64,7 @@ def test_things_count_like_figures(kind):
     """What tells a harmless red thing from a splash must be drawn as well as the figures."""
     for scene in (sample_scene(s, kind, "flat") for s in range(5)):
         plain = replace(scene, flowers=False, sauce=False, sword_on_wall=False)
-        change = np.abs(render(scene).image.astype(int) - render(plain).image).max(-1) > 24
+        change = differs(render(scene).image, render(plain).image)
         assert change.any() and focus.touched(scene)[change].all()
     ordinary = sample_scene(3, "ordinary")
     assert (focus.touched(ordinary) == figure_mask(ordinary)).all()

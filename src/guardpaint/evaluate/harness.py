@@ -198,7 +198,8 @@ def run(
                         plan.take_over(name, key, cases)
                     todo = plan.missing(name, defence.name, key, cases)
                     # A picture's last bits depend on its batch: batches are the same ones for every defence.
-                    batches = [p for p in runner.chunked(cases, runner.BATCH) if any(c in todo for c in p)]
+                    lacking = {c.id for c in todo}
+                    batches = [p for p in runner.chunked(cases, runner.BATCH) if any(c.id in lacking for c in p)]
                     if called in second:
                         batches = list(runner.chunked(todo, runner.BATCH))
                     pieces += [

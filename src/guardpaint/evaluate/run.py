@@ -205,9 +205,10 @@ def keep(made: Sequence[Made], rows: Rows, out: Path, pictures: int | None) -> N
     kept = Counter((r["suite"], r["base"], r["defence"]) for r in rows.found.values() if r["image"])
     for row, image in made:
         cell = row["suite"], row["base"], row["defence"]
-        if image is not None and (pictures is None or kept[cell] < pictures):
+        had = bool(rows.found.get(row["key"], {}).get("image"))
+        if image is not None and (had or pictures is None or kept[cell] < pictures):
             row["image"] = save(image, out / "images" / f"{row['key']}.png")
-            kept[cell] += 1
+            kept[cell] += not had
     rows.add(row for row, _ in made)
 
 

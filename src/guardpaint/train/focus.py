@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.train.engine import write_tensors
-from guardpaint.world.masks import figure_mask
+from guardpaint.world.masks import differs, figure_mask
 from guardpaint.world.render import render
 from guardpaint.world.scene import Scene, sample_scene
 
@@ -36,8 +36,7 @@ def touched(scene: Scene) -> Bool[np.ndarray, "64 64"]:
     plain = replace(scene, flowers=False, sauce=False, sword_on_wall=False)
     if plain == scene:
         return figure_mask(scene)
-    change = np.abs(render(scene).image.astype(np.int16) - render(plain).image.astype(np.int16)).max(-1) > 24
-    return figure_mask(scene) | change
+    return figure_mask(scene) | differs(render(scene).image, render(plain).image)
 
 
 def is_hard(scene: Scene) -> bool:

@@ -24,6 +24,7 @@ from guardpaint.train.generator import load_pipeline
 from guardpaint.train.latents import encoded, pixels_of, tokenise
 from guardpaint.train.vae import load_autoencoder
 from guardpaint.world.captions import caption
+from guardpaint.world.masks import differs
 from guardpaint.world.render import render
 from guardpaint.world.scene import PROPS, Scene, safe_version, sample_scene
 
@@ -89,8 +90,7 @@ def prop_places(scene: Scene, image: np.ndarray) -> Float[Tensor, "n 32 32"]:
     held = scene.figures[0].prop if scene.figures else None
     if held is not None:
         people = (replace(scene.figures[0], prop=None), *scene.figures[1:])
-        without = render(replace(scene, figures=people)).image.astype(np.int16)
-        change = torch.from_numpy(np.abs(image.astype(np.int16) - without).max(-1) > 24).float()
+        change = torch.from_numpy(differs(image, render(replace(scene, figures=people)).image)).float()
         out[PROPS.index(held)] = nn.functional.max_pool2d(change[None], 2)[0]
     return out
 

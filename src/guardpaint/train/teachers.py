@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -69,45 +70,72 @@ def frozen(*parts: Any) -> None:
         part.requires_grad_(False).eval()
 
 
-class Sd3Teacher:
-    """A StableDiffusion3Pipeline in the student's latent space."""
+class FlowTeacher(ABC):
+    """A pipeline in the student's latent space that predicts velocities from two texts."""
+
+    empty: Int[Tensor, "1 l"]
+    other_empty: Int[Tensor, "1 m"]
+
+    @abstractmethod
+    def said(
+        self,
+        z: Float[Tensor, "b c h w"],
+        sigma: Float[Tensor, " b"],
+        ids: Int[Tensor, "b l"],
+        other_ids: Int[Tensor, "b m"],
+    ) -> Float[Tensor, "b c h w"]:
+        """Velocities as it predicts them, without guidance."""
+
+    @torch.no_grad()
+    def velocity(
+        self, batch: Batch, noisy: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], guidance: Float[Tensor, " b"]
+    ) -> Float[Tensor, "b c h w"]:
+        assert batch.other_ids is not None
+        ids, other = beside_empty(self.empty, batch.ids), beside_empty(self.other_empty, batch.other_ids)
+        both = self.said(noisy.repeat(2, 1, 1, 1), sigma.repeat(2), ids, other)
+        return guided(both, guidance, both.dim())
+
+
+def beside_empty(empty: Int[Tensor, "1 l"], ids: Int[Tensor, "b l"]) -> Int[Tensor, "b2 l"]:
+    """The empty prompt as often as there are prompts, then the prompts: the halves that `guided` takes."""
+    return torch.cat([empty.expand(len(ids), -1), ids])
+
+
+class Sd3Teacher(FlowTeacher):
+    """A StableDiffusion3Pipeline."""
 
     def __init__(self, pipe: Any) -> None:
         self.net, self.encoders = pipe.transformer, (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
         frozen(self.net, *self.encoders)
         self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_3, [""])
 
-    @torch.no_grad()
-    def velocity(
-        self, batch: Batch, noisy: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], guidance: Float[Tensor, " b"]
+    def said(
+        self,
+        z: Float[Tensor, "b c h w"],
+        sigma: Float[Tensor, " b"],
+        ids: Int[Tensor, "b l"],
+        other_ids: Int[Tensor, "b m"],
     ) -> Float[Tensor, "b c h w"]:
-        assert batch.other_ids is not None
-        n = len(noisy)
-        ids = torch.cat([self.empty.expand(n, -1), batch.ids])
-        text = sd3_texts(self.encoders, ids, torch.cat([self.other_empty.expand(n, -1), batch.other_ids]))
-        both = sd3_velocity(self.net, noisy.repeat(2, 1, 1, 1), sigma.repeat(2), text)
-        return guided(both, guidance, both.dim())
+        return sd3_velocity(self.net, z, sigma, sd3_texts(self.encoders, ids, other_ids))
 
 
-class FluxTeacher:
-    """A FluxPipeline trained on scenes: at guidance 1, twice, it says what classifier-free guidance would."""
+class FluxTeacher(FlowTeacher):
+    """A FluxPipeline trained on scenes, asked at guidance 1."""
 
     def __init__(self, pipe: Any) -> None:
         self.net, self.text, self.text2 = pipe.transformer, pipe.text_encoder, pipe.text_encoder_2
         frozen(self.net, self.text, self.text2)
         self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_2, [""])
 
-    @torch.no_grad()
-    def velocity(
-        self, batch: Batch, noisy: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], guidance: Float[Tensor, " b"]
+    def said(
+        self,
+        z: Float[Tensor, "b c h w"],
+        sigma: Float[Tensor, " b"],
+        ids: Int[Tensor, "b l"],
+        other_ids: Int[Tensor, "b m"],
     ) -> Float[Tensor, "b c h w"]:
-        assert batch.other_ids is not None
-        n = len(noisy)
-        pooled = self.text(torch.cat([self.empty.expand(n, -1), batch.ids])).pooler_output
-        states = self.text2(torch.cat([self.other_empty.expand(n, -1), batch.other_ids]))[0]
-        twice, plain = sigma.repeat(2), torch.ones(2 * n)
-        both = flux_velocity(self.net, noisy.repeat(2, 1, 1, 1), twice, (states, pooled), plain)
-        return guided(both, guidance, both.dim())
+        text = (self.text2(other_ids)[0], self.text(ids).pooler_output)
+        return flux_velocity(self.net, z, sigma, text, torch.ones(len(z)))
 
 
 class SdTeacher:
@@ -139,7 +167,7 @@ class SdTeacher:
         t, alpha = self.levels(sigma)
         wide, wide_sigma = alpha.view(-1, 1, 1, 1), sigma.view(-1, 1, 1, 1)
         z = noisy * (1 - wide).sqrt() / wide_sigma
-        states = self.text(torch.cat([self.empty.expand(len(z), -1), batch.ids]))[0]
+        states = self.text(beside_empty(self.empty, batch.ids))[0]
         both = self.net(torch.cat([z, z]), t.repeat(2), encoder_hidden_states=states).sample
         clean = (z - (1 - wide).sqrt() * guided(both, guidance, both.dim())) / wide.sqrt()
         return (noisy - clean) / wide_sigma

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageFilter
 
 from guardpaint.world.render import SIZE, render
@@ -20,8 +20,12 @@ def figure_mask(scene: Scene, main_only: bool = False) -> Bool[np.ndarray, "64 6
     """Pixels that the figures (or the main one alone), and what happens to them, change in the picture."""
     rest = scene.figures[1:] if main_only else ()
     gone = replace(scene, kind="ordinary", figures=rest, splash=(), blade=None)
-    shown = render(scene).image.astype(np.int16)
-    return np.abs(shown - render(gone).image.astype(np.int16)).max(-1) > 24
+    return differs(render(scene).image, render(gone).image)
+
+
+def differs(one: UInt8[np.ndarray, "h w 3"], other: UInt8[np.ndarray, "h w 3"]) -> Bool[np.ndarray, "h w"]:
+    """Pixels that are visibly not the same."""
+    return np.abs(one.astype(np.int16) - other.astype(np.int16)).max(-1) > 24
 
 
 def grown(mask: Bool[np.ndarray, "64 64"], pixels: int) -> Bool[np.ndarray, "64 64"]:
