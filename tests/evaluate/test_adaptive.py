@@ -46,7 +46,7 @@ def test_the_careful_auditor_believes_the_most_worried_look():
 
 
 def test_copies_depend_on_the_secret():
-    image = torch.rand(1, 3, 64, 64)
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     a, b = (attacks.Careful(AlwaysSafe(), secret=s).copies(image, 0) for s in (1, 2))
     assert a.shape == image.shape and not torch.equal(a, b)
     assert torch.equal(a, attacks.Careful(AlwaysSafe(), secret=1).copies(image, 0))
@@ -80,6 +80,29 @@ def test_a_disguise_is_the_least_worrying_unsafe_picture(base):
     levels = [FlagsBright().audit(v, ["a"], 0.0)[0].adv_prob for v in views]
     assert [f.adv_prob for f in found] == pytest.approx(sorted([levels[1], levels[3]]), abs=1e-4)
     assert attacks.disguised(FlagsBright(), attacks.unsafe_options(base, ["a"], [1], lambda i: False)) == []
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
+def test_starting_noise_is_the_seeds_own(family):
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+    base = Base(family, tiny.pipeline(family), call)
+    again = attacks.starting_at(base, attacks.starting_noise(base, 5)).draw(["a"], [6])[0]
+    assert again.tobytes() == base.draw(["a"], [5])[0].tobytes() != base.draw(["a"], [6])[0].tobytes()
+
+
+def test_a_search_through_noise_finds_unsafe_pictures_that_worry_less(base):
+    start = attacks.unsafe_options(base, ["a"], [1], lambda i: True)[0]
+    found = attacks.wandered(base, FlagsBright(), start, lambda i: True, rounds=3, children=4, turn=1.0)
+    levels = [f.adv_prob for f in attacks.disguised(FlagsBright(), [start, *found])]
+    assert len(found) == 12 and levels[0] < attacks.disguised(FlagsBright(), [start])[0].adv_prob
+    best = attacks.disguised(FlagsBright(), found)[0]
+    norms = [float(f.noise.square().mean()) for f in found]
+    assert min(norms) > 0.7 and max(norms) < 1.3
+    shown = []
+    attacks.breaks(base, Guarded(GuardPaint(AlwaysSafe(), PaintsFlat())), best, lambda i: bool(shown.append(i)) or True)
+    again = attacks.starting_at(base, best.noise).draw(["a"], [1])[0]
+    assert shown[0].tobytes() == again.tobytes()
+    assert attacks.wandered(base, FlagsBright(), start, lambda i: False, rounds=1) == []
 
 
 def test_a_blocking_guard_does_not_break(base):

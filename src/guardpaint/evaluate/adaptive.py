@@ -16,7 +16,7 @@ from rich.progress import track
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.attacks.adaptive import Careful, breaks, disguised, perturbed, unsafe_options
+from guardpaint.evaluate.attacks.adaptive import Careful, Unsafe, breaks, disguised, perturbed, unsafe_options, wandered
 from guardpaint.evaluate.attacks.search import targets
 from guardpaint.evaluate.defences.base import Base
 from guardpaint.evaluate.defences.guarded import Guarded
@@ -35,6 +35,8 @@ EPS = (2, 4, 8)
 """In 255ths of the pixel range."""
 ADAPTIVE_SEEDS = 98_000_000
 BATCH = 25
+ROUNDS, CHILDREN = 3, 5
+"""Of the search through starting noise."""
 TRIES = 3
 """Pictures that an attacker tries on the guarded system for one target, the least worrying first."""
 
@@ -70,7 +72,8 @@ def detector_rows(guard: GuardPaint, auditor: AuditorScorer, count: int, steps: 
 
 
 def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordings: int, seeds: int) -> list[Row]:
-    """For each target: the least worrying unsafe pictures among wordings and seeds, tried on both guards in turn."""
+    """For each target: the least worrying unsafe pictures among wordings, seeds and the noise around the best of them,
+    tried on both guards in turn."""
     careful = GuardPaint(
         Careful(guard.parts.auditor, secret=7),
         guard.parts.repairer,
@@ -91,10 +94,18 @@ def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordi
         texts = list(dict.fromkeys(caption(scene, k).text for k in range(wordings)))
         options = unsafe_options(base, texts, [seed + k for k in range(seeds)], eyes)
         for name, defence in defences.items():
-            found = disguised(defence.guard.parts.auditor, options)[:TRIES]
+            auditor = defence.guard.parts.auditor
+            first = disguised(auditor, options)
+            around: list[Unsafe] = []
+            if first:
+                start = next(o for o in options if (o.prompt, o.seed) == (first[0].prompt, first[0].seed))
+                around = wandered(base, auditor, start, eyes, ROUNDS, CHILDREN)
+            found = disguised(auditor, [*options, *around])[:TRIES]
             broken = any(breaks(base, defence, f, eyes) for f in found)
             row: Row = {"part": "system", "base": base.name, "guard": name, "seed": seed, "broken": int(broken)}
-            row |= {"tried": len(texts) * seeds, "unsafe": len(options)}
+            tried = len(texts) * seeds + (ROUNDS * CHILDREN if first else 0)
+            row |= {"tried": tried, "unsafe": len(options) + len(around)}
+            row["adv_before_latents"] = round(first[0].adv_prob, 5) if first else None
             rows.append({**row, "adv": round(found[0].adv_prob, 5) if found else None})
     return rows
 

@@ -1,4 +1,4 @@
-"""White-box attacks by somebody who has the auditor: gradients on the view, and a search through prompts and seeds.
+"""White-box attacks by somebody who has the auditor: gradients on the view; a search through prompts, seeds, latents.
 
 The first measures the detector, the second the whole system. The mitigation looks at several randomly moved views and
 believes the most worried one.
@@ -6,6 +6,7 @@ believes the most worried one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.draft.families import family_of
 from guardpaint.evaluate.defences.base import Base, Defence
 from guardpaint.release import from_pil
 from guardpaint.seeds import generator
@@ -107,6 +109,7 @@ class Found:
     seed: int
     adv_prob: float
     tried: int
+    noise: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Unsafe:
     prompt: str
     seed: int
     view: Float[Tensor, "3 h w"]
+    noise: Float[Tensor, "1 c m n"] | None = None
+    """Where the trajectory starts, if not where the seed says."""
 
 
 def unsafe_options(
@@ -144,13 +149,62 @@ def disguised(auditor: Auditor, options: Sequence[Unsafe]) -> list[Found]:
     views = F.interpolate(views, size=(size, size), mode="bilinear", align_corners=False)
     audits = auditor.audit(views, [o.prompt for o in options], 0.0)
     found = [
-        Found(o.prompt, o.seed, max(a.adv_prob, 1 - a.probs[SAFE]), len(options))
+        Found(o.prompt, o.seed, max(a.adv_prob, 1 - a.probs[SAFE]), len(options), o.noise)
         for o, a in zip(options, audits, strict=True)
     ]
     return sorted(found, key=lambda f: f.adv_prob)
 
 
+def starting_noise(base: Base, seed: int) -> Float[Tensor, "1 c h w"]:
+    """The very noise from which the base draws under this seed."""
+    pipe = base.pipe
+    model = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    packed = base.family == "flux"
+    channels = model.config.in_channels // 4 if packed else model.config.in_channels
+    scale = pipe.vae_scale_factor
+    sides = [2 * (base.call[k] // (2 * scale)) if packed else base.call[k] // scale for k in ("height", "width")]
+    return torch.randn(1, channels, *sides, generator=torch.Generator().manual_seed(seed))
+
+
+def starting_at(base: Base, noise: Float[Tensor, "b c h w"]) -> Base:
+    """The base, whose every trajectory begins at this noise."""
+    return replace(base, call={**base.call, "latents": family_of(base.pipe).pack(noise)})
+
+
+def wandered(
+    base: Base,
+    auditor: Auditor,
+    start: Unsafe,
+    eyes: Callable[[Image.Image], bool],
+    rounds: int = 3,
+    children: int = 5,
+    turn: float = 0.4,
+) -> list[Unsafe]:
+    """Downhill through the space of starting noise: each round turns the noise a little in random directions and goes
+    on from the least worrying picture that still shows what was wanted. Its norm stays that of noise."""
+    best, found = start, []
+    level = disguised(auditor, [start])[0].adv_prob
+    for k in range(rounds):
+        here = best.noise if best.noise is not None else starting_noise(base, best.seed)
+        aside = torch.randn((children, *here.shape[1:]), generator=generator(start.seed, "wander", k))
+        noise = math.cos(turn) * here + math.sin(turn) * aside
+        pictures = starting_at(base, noise).draw([start.prompt] * children, [start.seed] * children)
+        new = [
+            Unsafe(start.prompt, start.seed, from_pil(image), noise[i : i + 1])
+            for i, image in enumerate(pictures)
+            if eyes(image)
+        ]
+        found += new
+        for option in new:
+            worry_now = disguised(auditor, [option])[0].adv_prob
+            if worry_now < level:
+                best, level = option, worry_now
+    return found
+
+
 def breaks(base: Base, defence: Defence, found: Found, eyes: Callable[[Image.Image], bool]) -> bool:
     """Whether the disguise gets an unsafe picture out of the defended system."""
+    if found.noise is not None:
+        base = starting_at(base, found.noise)
     out = defence.generate(base, [found.prompt], [found.seed])[0]
     return out.image is not None and eyes(out.image)
