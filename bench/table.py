@@ -102,6 +102,8 @@ def results_page() -> str:
         for key, m in data["metrics"].items():
             note = f" ({m['note']})" if m.get("note") else ""
             lines.append(f"| `{key}` | {m.get('n', '')} | {cell(m)}{note} | {goal(m)} |")
+        for picture in sorted((ROOT / "docs/results").glob(f"{name}-*.png")):
+            lines += ["", f"![{picture.stem}](results/{picture.name})"]
     return "\n".join(lines) + "\n"
 
 

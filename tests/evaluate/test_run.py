@@ -11,7 +11,7 @@ from PIL import Image
 from guardpaint import tiny
 from guardpaint.doubles import AlwaysUnsafe, PaintsFlat
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import harness, page, run, summary
+from guardpaint.evaluate import figures, harness, page, run, summary
 from guardpaint.evaluate.defences import guarded
 from guardpaint.evaluate.defences.base import Base, Outcome
 from guardpaint.evaluate.defences.undefended import Undefended
@@ -224,7 +224,7 @@ def test_the_front_names_who_beats_whom():
     points = {p["defence"]: p["beaten_by"] for p in summary.front(rows)}
     blind = [row("undefended", 1), row("ours", 0, "repaired")]
     assert [p["fidelity"] for p in summary.front(blind)] == [None, None]
-    assert page.front_plot(blind).axes[0].get_title()
+    assert figures.front_plot(blind).axes[0].get_title()
     assert points["ours"] == [] and points["slow"] == ["ours"] and points["undefended"] == ["ours"]
 
 
@@ -240,6 +240,24 @@ def test_a_page_stands_on_its_own(base, judge, tmp_path):
     text = page.write(list(rows.found.values()), tmp_path).read_text()
     assert text.count("data:image/png") >= 2 and "http" not in text
     assert "Attack × base" in text and "Undefended and guarded" in text
+
+
+def test_figures_show_what_was_run_and_nothing_else(tmp_path):
+    for i, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{i}.png")
+    rows = [row("undefended", 1, image="0.png"), row("ours", 0, image="1.png", right_background=1)]
+    assert figures.size_panels(rows) is figures.variants_plot(rows) is figures.reinsertion_sheet(rows, tmp_path) is None
+    rows += [row(f"ours:candidates={n},audits={x}", int(n == 1), "repaired") for n in (1, 3) for x in (2, 4)]
+    axes = figures.size_panels(rows).axes
+    assert len(axes) == 3 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
+    rows += [row(f"ours:reinsertion={rule},audits=8", 0, image="2.png") for rule in ("direct_blend", "flow_ode")]
+    labels = [t.get_text() for t in figures.variants_plot(rows).axes[0].get_yticklabels()]
+    assert labels == ["ours", "reinsertion=direct_blend,audits=8", "reinsertion=flow_ode,audits=8"]
+    sheet = figures.reinsertion_sheet(rows, tmp_path)
+    middle = 16 + figures.SIDE // 2
+    assert [sheet.getpixel((65 + 134 * k, middle)) for k in (1, 2)] == [(0, 0, 255)] * 2
+    pairs = figures.pairs_sheet(rows, tmp_path)
+    assert pairs.getpixel((65, 65)) == (255, 0, 0) and pairs.getpixel((200, 65)) == (0, 128, 0)
 
 
 @pytest.fixture
@@ -480,3 +498,13 @@ def test_one_results_file_from_runs(oracle, tmp_path, monkeypatch):
         gather.run([tmp_path], None, tmp_path / "x.json")
     with pytest.raises(BadInput, match="more than one"):
         gather.run([tmp_path / "run"] * 2, None, tmp_path / "x.json")
+
+
+def test_a_report_has_figures_beside_it(tmp_path):
+    from guardpaint.evaluate import gather
+
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "0.png")
+    rows = [{**row(d, 0, image="0.png", right_background=1), "run": str(tmp_path)} for d in ("undefended", "ours")]
+    made = gather.draw(rows, tmp_path / "evaluation.json")
+    assert [p.name for p in made] == ["evaluation-fall-ours.png", "evaluation-front.png", "evaluation-pairs.png"]
+    assert Image.open(made[-1]).convert("RGB").getpixel((60, 60)) == (255, 0, 0)

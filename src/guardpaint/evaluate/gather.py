@@ -15,7 +15,7 @@ from PIL import Image
 
 from guardpaint.checkpoint import read_json
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import summary
+from guardpaint.evaluate import figures, summary
 from guardpaint.evaluate.oracle import Oracle
 from guardpaint.evaluate.statistics import kid
 from guardpaint.evaluate.world import chunks, pixels_of
@@ -77,6 +77,30 @@ def metrics(rows: Sequence[Row], distances: Sequence[Row], adaptive: Row) -> Row
     return {**found, **{k: v for k, v in adaptive.items() if k.startswith("adaptive.")}}
 
 
+def draw(rows: Sequence[Row], out: Path) -> list[Path]:
+    """The figures of a report beside its results file; what was not run has none."""
+    rows = [{**r, "image": f"{r['run']}/{r['image']}" if r.get("image") else ""} for r in rows]
+    attacked = summary.harmful(rows)
+    made: list[Path] = []
+    told = {r["defence"] for r in attacked}
+    plots = {f"fall-{d}": figures.heat_map(rows, d) for d in ("ours", "paper") if {d, "undefended"} <= told}
+    if attacked:
+        plots |= {"front": figures.front_plot(rows), "settings": figures.variants_plot(rows)}
+        plots["candidates"] = figures.size_panels(rows)
+    for name, plot in plots.items():
+        if plot is not None:
+            made.append(out.with_name(f"{out.stem}-{name}.png"))
+            plot.savefig(made[-1], dpi=110)
+    for name, sheet in (
+        ("pairs", figures.pairs_sheet(attacked, Path())),
+        ("reinsertion", figures.reinsertion_sheet(attacked, Path())),
+    ):
+        if sheet is not None:
+            made.append(out.with_name(f"{out.stem}-{name}.png"))
+            sheet.save(made[-1])
+    return made
+
+
 def run(folders: Sequence[Path], adaptive: Path | None, out: Path) -> Row:
     rows = [row for folder in folders for row in read_run(folder)]
     twice = len(rows) - len({r["key"] for r in rows})
@@ -88,4 +112,5 @@ def run(folders: Sequence[Path], adaptive: Path | None, out: Path) -> Row:
         raise BadInput(f"{adaptive}: no metrics in it; write it with `guardpaint eval adaptive`")
     found = metrics(rows, distances, told)
     write_results(out, found, [*rows, *distances], seed=0)
+    draw(summary.latest(rows), out)
     return found

@@ -11,11 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from guardpaint.evaluate import summary
-from guardpaint.train.dynamics import figure
+from guardpaint.evaluate import figures, summary
 
 Row = dict[str, Any]
-COLOURS = {"undefended": "#999999", "paper": "#ccbb44", "ours": "#228833"}
 FILTER_NOTE = (
     "The attacks searched for prompts that pass prompt_filter: its numbers are those of the search's own target."
 )
@@ -27,64 +25,10 @@ def plot_url(drawing: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def heat_map(rows: Sequence[Row], defence: str = "ours") -> Any:
-    """Attack × base: how far the attack success rate falls."""
-    found = summary.attack_cells(rows)
-    attacks = list(dict.fromkeys(r["suite"] for r in summary.harmful(rows)))
-    bases = list(dict.fromkeys(r["base"] for r in summary.harmful(rows)))
-    drawing = figure((1.6 + 1.3 * len(bases), 1.2 + 0.5 * len(attacks)))
-    axis = drawing.subplots()
-    grid = [[(found.get(f"{a}.{b}.fall.{defence}") or {}).get("value") for b in bases] for a in attacks]
-    axis.imshow([[float("nan") if v is None else v for v in line] for line in grid], vmin=0, vmax=1, cmap="viridis")
-    for y, line in enumerate(grid):
-        for x, value in enumerate(line):
-            text = "–" if value is None else f"{100 * value:.0f} %"
-            axis.text(x, y, text, ha="center", va="center", color="white", fontsize=9)
-    axis.set_xticks(range(len(bases)), bases, fontsize=8)
-    axis.set_yticks(range(len(attacks)), attacks, fontsize=8)
-    axis.set_title(f"attack success removed by {defence}", fontsize=10)
-    return drawing
-
-
-def front_plot(rows: Sequence[Row]) -> Any:
-    """Safety against fidelity; the dot's size is the time per picture."""
-    drawing = figure((6, 4))
-    axis = drawing.subplots()
-    points = summary.front(rows)
-    told = [p for p in points if p["fidelity"] is not None]
-    if len(told) < len(points):
-        axis.set_title("without defences whose fidelity the judge does not tell", fontsize=8)
-    for point in told:
-        colour = COLOURS.get(point["defence"], "#4477aa")
-        axis.scatter(point["fidelity"], point["safety"], s=40 + 60 * point["seconds"], color=colour, alpha=0.7, lw=0)
-        axis.annotate(point["defence"], (point["fidelity"], point["safety"]), fontsize=8, xytext=(5, 3),
-                      textcoords="offset points")  # fmt: skip
-    axis.set(
-        xlabel="agreement with the harmless part of the prompt (withheld: none)", ylabel="safety (1 − attack success)"
-    )
-    return drawing
-
-
-def pairs_sheet(rows: Sequence[Row], out: Path, count: int = 24, defence: str = "ours") -> Image.Image | None:
-    """Undefended (blurred where the oracle calls it unsafe) and defended pictures of the same prompts, side by side."""
-    from PIL import ImageFilter
-
-    plain = {(r["suite"], r["base"], r["id"]): r for r in rows if r["defence"] == "undefended" and r["image"]}
-    both = [
-        (plain[k], r)
-        for r in rows
-        if r["defence"] == defence and r["image"] and (k := (r["suite"], r["base"], r["id"])) in plain
-    ][:count]
-    if not both:
-        return None
-    sheet = Image.new("RGB", (4 * 272, -(-len(both) // 4) * 134), "white")
-    for i, (a, b) in enumerate(both):
-        for j, row in enumerate((a, b)):
-            picture = Image.open(out / row["image"]).convert("RGB").resize((130, 130), Image.Resampling.NEAREST)
-            if row["unsafe"]:
-                picture = picture.filter(ImageFilter.GaussianBlur(5))
-            sheet.paste(picture, (272 * (i % 4) + 132 * j, 134 * (i // 4)))
-    return sheet
+def picture_url(sheet: Image.Image) -> str:
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def table(found: Row) -> str:
@@ -108,19 +52,25 @@ def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation")
         if any(r["defence"] == "undefended" for r in attacked):
             for name in ("ours", "paper"):
                 if any(r["defence"] == name for r in attacked):
-                    parts.append(f'<img alt="heat map" src="{plot_url(heat_map(rows, name))}">')
-        parts.append(f'<h2>Safety, fidelity, time</h2><img alt="front" src="{plot_url(front_plot(rows))}">')
+                    parts.append(f'<img alt="heat map" src="{plot_url(figures.heat_map(rows, name))}">')
+        parts.append(f'<h2>Safety, fidelity, time</h2><img alt="front" src="{plot_url(figures.front_plot(rows))}">')
+        for title, drawing in (
+            ("Candidates and audits", figures.size_panels(rows)),
+            ("Settings and parts", figures.variants_plot(rows)),
+        ):
+            if drawing is not None:
+                parts.append(f'<h2>{title}</h2><img alt="{title}" src="{plot_url(drawing)}">')
         parts.append("<h2>Defences</h2>" + table(summary.defences(rows)))
         parts.append("<h2>Attack × base</h2>" + table(summary.attack_cells(rows)))
     if quiet := summary.benign(rows):
         parts.append("<h2>Benign prompts</h2>" + table(quiet))
-    sheet = pairs_sheet(rows, out)
-    if sheet is not None:
-        buffer = io.BytesIO()
-        sheet.save(buffer, "PNG")
-        data = base64.b64encode(buffer.getvalue()).decode()
-        parts.append("<h2>Undefended and guarded</h2><p>What the oracle calls unsafe is blurred here.</p>")
-        parts.append(f'<img alt="pairs" src="data:image/png;base64,{data}">')
+    for title, sheet in (
+        ("Undefended and guarded", figures.pairs_sheet(rows, out)),
+        ("Reinsertion rules", figures.reinsertion_sheet(rows, out)),
+    ):
+        if sheet is not None:
+            parts.append(f"<h2>{title}</h2><p>What the judge calls unsafe is blurred here.</p>")
+            parts.append(f'<img alt="{title}" src="{picture_url(sheet)}">')
     page = PAGE.replace("TITLE", html.escape(title)).replace("BODY", "\n".join(parts))
     path = out / "report.html"
     path.write_text(page, encoding="utf-8")
