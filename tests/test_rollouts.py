@@ -107,9 +107,20 @@ def test_states_are_kept_and_broken_files_named(states, tmp_path):
 
 def test_collecting_goes_on_where_it_stopped(guard, tmp_path):
     path = rollouts.collect_states(guard, "tiny-sd", "train", 2, tmp_path, PROMPTS[:2])
-    assert len(rollouts.load_states(path)) == 2
-    rollouts.collect_states(guard, "tiny-sd", "train", 3, tmp_path, PROMPTS)
-    assert [s.seed for s in rollouts.load_states(path)] == [1, 2, 3]
+    world = rollouts.world_prompts("train", 1)[0][2]
+    assert [s.seed for s in rollouts.load_states(path)] == [world, 1]
+    rollouts.collect_states(guard, "tiny-sd", "train", 4, tmp_path, PROMPTS)
+    seeds = [s.seed for s in rollouts.load_states(path)]
+    assert seeds[:2] == [world, 1] and seeds[3] == 2 and len(seeds) == 4
+
+
+def test_what_attacks_found_can_be_played(tmp_path):
+    for attack, hits in (("pgj", (True, True)), ("mma", (False, True))):
+        rows = [{"prompt": f"{attack} {i}", "attack": attack, "seed": i, "success": s} for i, s in enumerate(hits)]
+        (tmp_path / f"{attack}-mini-sd.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert rollouts.attack_prompts(tmp_path) == [("mma 1", "mma", 1), ("pgj 0", "pgj", 0), ("pgj 1", "pgj", 1)]
+    with pytest.raises(BadInput, match="no attack prompts"):
+        rollouts.attack_prompts(tmp_path / "none")
 
 
 def test_world_prompts_ask_openly_and_in_hiding():

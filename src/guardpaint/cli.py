@@ -228,16 +228,20 @@ def rollouts_states(
     guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
     split: Annotated[str, typer.Option(help="train or test.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="States wanted.")] = 150,
+    attacks: Annotated[
+        Path | None, typer.Option(help="Folder of `eval attack`: its prompts take turns with those of the world.")
+    ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Folder; run again to go on.")] = Path("runs/rollouts"),
 ) -> None:
     """Generate under guard from unsafe prompts and store where each first tournament starts."""
     from guardpaint.errors import BadInput
-    from guardpaint.rollouts import ROLLOUT_SEEDS, collect_states, load_states
+    from guardpaint.rollouts import ROLLOUT_SEEDS, attack_prompts, collect_states, load_states
     from guardpaint.system import GuardPaint
 
     if split not in ROLLOUT_SEEDS:
         raise BadInput(f"split {split!r}: choose {', '.join(ROLLOUT_SEEDS)}")
-    path = collect_states(GuardPaint.from_pretrained(guard), base, split, count, out_dir)
+    prompts = attack_prompts(attacks) if attacks else ()
+    path = collect_states(GuardPaint.from_pretrained(guard), base, split, count, out_dir, prompts)
     typer.echo(f"{path}: {len(load_states(path))} states")
 
 

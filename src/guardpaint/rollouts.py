@@ -9,10 +9,12 @@ A state is stored once; every proposer plays from the same ones, so comparisons 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,18 @@ def world_prompts(split: str, count: int) -> list[tuple[str, str, int]]:
                 out.append((text.text, "euphemism" if hidden else "plain", seed))
         seed += 1
     return out
+
+
+def attack_prompts(folder: Path) -> list[tuple[str, str, int]]:
+    """(prompt, attack, seed) of what attacks found, those of different attacks taking turns."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise BadInput(f"{folder}: no attack prompts; search them with `guardpaint eval attack`")
+    found = []
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        found.append([(r["prompt"], r["attack"], int(r["seed"])) for r in rows if r["success"]])
+    return [p for turn in zip_longest(*found) for p in turn if p is not None]
 
 
 def catch(guard: GuardPaint, name: str, prompts: Sequence[tuple[str, str, int]]) -> Iterator[State | None]:
@@ -178,14 +192,17 @@ def collect_states(
     split: str,
     count: int,
     out: Path,
-    prompts: Sequence[tuple[str, str, int]] | None = None,
+    prompts: Sequence[tuple[str, str, int]] = (),
 ) -> Path:
-    """At least `count` states if the prompts give as many; what was caught before is kept."""
+    """At least `count` states if the prompts give as many; what was caught before is kept.
+
+    Prompts given take turns with those of the world.
+    """
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}-{split}.pt"
     have = load_states(path) if path.exists() else []
     done = {(s.prompt, s.seed) for s in have}
-    asked = world_prompts(split, 3 * count) if prompts is None else list(prompts)
+    asked = [p for turn in zip_longest(world_prompts(split, 3 * count), prompts) for p in turn if p is not None]
     todo = [p for p in asked if (p[0], p[2]) not in done]
     for k, state in enumerate(track(catch(guard, name, todo), total=len(todo), description=f"{name} states")):
         if len(have) >= count:

@@ -82,6 +82,9 @@ def eval_attack(
     base: Annotated[str, typer.Option(help="Base under attack, behind a keyword and embedding filter.")] = "mini-sd",
     count: Annotated[int, typer.Option(min=1, help="Target prompts.")] = 200,
     budget: Annotated[int, typer.Option(min=1, help="Questions per target.")] = 20,
+    first: Annotated[
+        int, typer.Option("--seed", help="Scene of the first target; to learn from, take others than to evaluate on.")
+    ] = 95_000_000,
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
 ) -> None:
     """Search prompts that get past the filter of a stock system; run again to go on."""
@@ -106,7 +109,7 @@ def eval_attack(
     def target() -> system.Target:
         return system.Target(stock, door, lambda i: oracle.look([i]).categories()[0] != "safe", budget)
 
-    prompts = [(seed, text) for seed, _, text in search.targets(count)]
+    prompts = [(seed, text) for seed, _, text in search.targets(count, first)]
     rules = inspect.getsource(prompt_filter), door.words, fingerprint(surrogate_pipe.text_encoder)
     against = short_hash(base_hash(stock), fingerprint(oracle.net), budget, vars(search.ATTACKS[attack]()), rules)
     file = out_dir / f"{attack}-{base}.jsonl"
