@@ -41,11 +41,22 @@ def train_generator(
         Path | None,
         typer.Option(help="Learn what this finished pipeline says under guidance (flux: a mini-sd3)."),
     ] = None,
+    words: Annotated[
+        Path | None, typer.Option(help="Start with the T5 of this finished reader: OUT/model of `train reader`.")
+    ] = None,
 ) -> None:
     """Train a base model of the paper-doll world (the config says which); when done, writes it to OUT/model."""
     from guardpaint.train import generator
 
-    generator.run(config, vae, out, minutes, warm, teacher)
+    generator.run(config, vae, out, minutes, warm, teacher, words=words)
+
+
+@app.command("reader")
+def train_reader(config: Config, out: Out, minutes: Minutes = None) -> None:
+    """Teach a T5 to read the world's captions, for a generator to start with."""
+    from guardpaint.train import reader
+
+    reader.run(config, out, minutes)
 
 
 @app.command("distil")

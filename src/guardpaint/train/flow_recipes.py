@@ -165,6 +165,12 @@ class Flux(Recipe):
         far = batch.mean_of((flux_velocity(self.transformer, noisy, sigma, text, guidance) - want) ** 2)
         return {"loss": (far * trust(sigma) if isinstance(self.teacher, SdTeacher) else far).mean()}
 
+    def read_with(self, text: Any) -> None:
+        try:
+            self.text2.load_state_dict(text.state_dict())
+        except RuntimeError as error:
+            raise BadConfig(f"that T5 has another shape than the config's: {error}") from error
+
     def learn_from(self, pipe: Any) -> None:
         """Follow a finished mini-sd3, mini-sd (whose words become the pooled text) or mini-flux trained on scenes."""
         if type(pipe).__name__ == "FluxPipeline":

@@ -19,6 +19,7 @@ from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.focus import Focus, look_at, weights
 from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
+from guardpaint.train.reader import load_reader, t5_tokenizer
 from guardpaint.train.recipe import Batch, GeneratorConfig, Recipe
 from guardpaint.train.recipes import build
 from guardpaint.train.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
@@ -26,7 +27,7 @@ from guardpaint.world.captions import caption
 from guardpaint.world.masks import boxed, figure_mask
 from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
-from guardpaint.world.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
+from guardpaint.world.tokenizer import train_tokenizer, world_captions
 
 MASKS_PER_SCENE = 2
 
@@ -72,16 +73,12 @@ def batch_of(
 
 def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
     """The world's CLIP tokenizer and, for sd3 and flux, its T5 tokenizer; trained once, then read from the run."""
-    from transformers import CLIPTokenizer, T5Tokenizer
+    from transformers import CLIPTokenizer
 
     words, pieces = out / "tokenizer", out / "tokenizer_2"
     if not words.exists():
         train_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.merges, shape.tokens).save_pretrained(words)
-    other = None
-    if shape.family in ("sd3", "flux"):
-        if not pieces.exists():
-            train_t5_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.other_tokens).save_pretrained(pieces)
-        other = T5Tokenizer.from_pretrained(pieces)
+    other = t5_tokenizer(shape, pieces) if shape.family in ("sd3", "flux") else None
     return CLIPTokenizer.from_pretrained(words), other
 
 
@@ -93,6 +90,7 @@ def run(
     warm: Path | None = None,
     teacher: Path | None = None,
     quiet: bool = False,
+    words: Path | None = None,
 ) -> None:
     """Encode the scenes once, train, and save the pipeline with its card when done."""
     shape, config = load_config(config_file, GeneratorConfig)
@@ -113,6 +111,8 @@ def run(
     model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
     if warm is not None:
         model.adopt(with_words(load_pipeline(warm), tokenizer, other, warm, shorter=shape.family == "flux"))
+    if words is not None:
+        model.read_with(load_reader(words, other))
     if teacher is not None:
         model.learn_from(with_words(load_pipeline(teacher), tokenizer, other, teacher))
     for part in model.adopted:
@@ -149,6 +149,7 @@ def run(
     pipe.to(torch.float16).save_pretrained(out / "model")
     command = f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
     command += (f" --warm {warm}" if warm else "") + (f" --teacher {teacher}" if teacher else "")
+    command += f" --words {words}" if words else ""
     write_card(out, command, done, warm, settings=model.settings, parameters=parameters)
     print(f"saved to {out / 'model'}")
 

@@ -126,6 +126,10 @@ class Recipe(nn.Module, ABC):
     adopted: tuple[nn.Module, ...] = ()
     """Parts taken over as they are: used, not trained, and stored once for both models."""
 
+    def read_with(self, text: Any) -> None:
+        """Take a T5 that can already read."""
+        raise BadConfig(f"{type(self).__name__} has no T5 of its own to replace")
+
     def learn_from(self, pipe: Any) -> None:
         """Imitate a finished pipeline instead of the scenes alone."""
         raise BadConfig(f"{type(self).__name__} cannot be taught by {type(pipe).__name__}")
