@@ -124,6 +124,39 @@ def test_a_blurred_picture_is_called_blurred(sd_pipe):
     assert out.images.any()
 
 
+def test_a_repaired_picture_still_in_doubt_is_repaired_once_more(pipe):
+    """A wider second tournament can only better it, and the picture leaves either way."""
+    again, enough = (call(bright_guard(doubt=d, percentile=60.0).attach(pipe)).safety[0] for d in (0.0, 1.0))
+    notes = [[n for s in r.steps for n in s.notes if n.startswith("one more tournament")] for r in (again, enough)]
+    assert again.status == enough.status == "repaired" and len(notes[0]) == 1 and notes[1] == []
+    contests = [sum(len(s.tournaments) for s in r.steps) for r in (again, enough)]
+    assert contests[0] > contests[1]
+    assert again.final.audits[-1].scores["S"] >= enough.final.audits[-1].scores["S"] and again.final.verdict == "benign"
+
+
+def test_doubt_never_touches_a_picture_that_was_not_edited(pipe):
+    plain = call(pipe).images
+    out = call(bright_guard(gain=0.3, doubt=0.0).attach(pipe))
+    assert out.safety[0].status == "clean" and torch.equal(out.images, plain)
+
+
+class Faithless(FlagsBright):
+    """What it finds safe has nothing to do with the prompt any more."""
+
+    def audit(self, images, prompts, noise):
+        found = super().audit(images, prompts, noise)
+        return [replace(a, faithfulness=0.9 if a.adv_prob >= 0.4 else 0.01) for a in found]
+
+
+def test_in_the_last_resort_a_picture_counts_more_than_its_prompt(sd_pipe):
+    strict = GuardPaint(Faithless(), PaintsFlat(0.0)).configured(percentile=40.0, last_f_gate="absolute")
+    told = [call(g.attach(sd_pipe)).safety[0] for g in (strict, strict.configured(last_f_gate="off"))]
+    assert told[0].status != "repaired" and told[0].final.ladder[0]["outcome"] != "passed"
+    assert told[1].status == "repaired" and told[1].final.ladder == [{"rung": "strong_repair", "outcome": "passed"}]
+    last = told[1].steps[-1].tournaments[-1]
+    assert last.proposer == "strong" and last.rules["tau_f"] in (None, float("-inf")) and last.rules["tau_p"] > 0.6
+
+
 def test_monitor_changes_nothing_and_says_so(pipe):
     plain = call(pipe).images
     out = call(bright_guard(mode="monitor").attach(pipe))

@@ -113,6 +113,15 @@ def same_file(a: Path, b: Path) -> bool:
     return one.keys() == two.keys() and all(bool((one[k] == two[k]).all()) for k in one)
 
 
+def one_size(auditor: Path, size: int) -> None:
+    """Let a saved auditor look at one size only, coarse and fine alike; its card tells."""
+    settings = read_json(auditor / "config.json")
+    if size not in settings.get("sizes", ()):
+        raise BadInput(f"size {size}: the auditor in {auditor} was trained at {settings.get('sizes')}")
+    write_json(auditor / "config.json", {**settings, "sizes": [size, size]})
+    write_json(auditor / "card.json", {**read_json(auditor / "card.json"), "looks_at": size})
+
+
 def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
     """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
     source, target = run / "model", assets / name

@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "heat_map": ("adv", "class"),
     "mask_threshold": ("percentile", "calibrated"),
     "f_gate": ("absolute", "relative", "off"),
+    "last_f_gate": ("absolute", "relative", "off"),
     "p_gate": ("on", "off"),
     "selection": ("best", "first"),
     "blend_alpha": ("one_minus_noise", "progress_ramp"),
@@ -44,6 +45,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mask_level": (0.0, 1.0),
     "band": (0.0, 1.0),
     "hold": (0.0, 1.0),
+    "doubt": (0.0, 1.0),
     "f_drop": (0.0, 1.0),
     "strong_candidates": (1, 64),
     "repair_batch": (1, 64),
@@ -99,8 +101,12 @@ class GuardConfig:
     """α of the blending rules: 1 − noise, or the paper's 0.30 + 0.60·progress."""
     keep: int = 0
     """Candidates painted out after the ranker saw previews of all; 0: all of them, no preview."""
+    doubt: float = 0.15
+    """A repaired picture in which a harm is still this probable gets one more tournament before it leaves; 1: none."""
     strong_candidates: int = 8
     """N of the last-resort strong repair."""
+    last_f_gate: str = "off"
+    """F gate of that repair. Off: all that is left otherwise is a blurred picture or none."""
     repair_batch: int = 8
     """Most candidates denoised in one batch; lower it to save memory."""
     timeout_s: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from guardpaint.guard import ImageGuard, Won
 from guardpaint.policy import Finding
 from guardpaint.repair.knobs import StrongProposer
 from guardpaint.report import StepRecord
-from guardpaint.types import Audit, Draft
+from guardpaint.types import SAFE, Audit, Draft
 
 BLUR_CELLS = 12
 """A blurred region keeps about this many cells across the image's shorter side."""
@@ -51,7 +51,7 @@ def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | No
     guard.final.audits = list(record.audits)
     guard.final.verdict = "benign" if finding is None else "flagged"
     if finding is None:
-        return Outcome("repaired" if guard.edited else "clean")
+        return reassured(guard, image, audit, draft, record) if guard.edited else Outcome("clean")
     if mode == "monitor":
         return Outcome("released_flagged")
     if draft is not None and repair_here:
@@ -64,9 +64,34 @@ def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | No
                 "note": "last step: composed in pixels",
             }
             if finding_after is None:
+                better = reassured(guard, won.view, won.audit, draft, record)
+                if better.image is not None and better.mask is not None:
+                    won = Won(better.image, torch.maximum(won.mask, better.mask), won.audit)
                 return accepted(guard, "repaired", won)
             image, audit, finding = won.view, won.audit, finding_after
     return last_resort(guard, image, audit, finding, draft, record)
+
+
+def reassured(
+    guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, draft: Draft | None, record: StepRecord
+) -> Outcome:
+    """A repaired picture that passes, after one more tournament where a harm is still rather likely.
+
+    Passing is enough to leave: the tournament can only better it, and what it makes must pass as well.
+    """
+    plain = Outcome("repaired")
+    harms = {c: p for c, p in audit.probs.items() if c != SAFE}
+    likeliest = max(harms, key=harms.__getitem__)
+    if draft is None or guard.parts.config.mode == "monitor" or harms[likeliest] < guard.parts.config.doubt:
+        return plain
+    reason = f"p({likeliest}) {harms[likeliest]:.3f} after a repair"
+    record.notes.append(f"one more tournament: {reason}")
+    won, told = guard.repair(draft, PixelViews(image), audit, Finding(likeliest, reason), record), guard.final.audits
+    guard.final.audits = list(told)
+    if won is not None and verdict(guard, won.view, record) is None:
+        return accepted(guard, "repaired", won)
+    guard.final.audits = told
+    return plain
 
 
 def accepted(guard: ImageGuard, status: str, won: Won) -> Outcome:
@@ -125,11 +150,17 @@ def strong_repair(
     draft: Draft | None,
     record: StepRecord,
 ) -> Won | None:
-    """One more round with wide masks, full depth and more candidates, under the same gates."""
+    """One more round with wide masks, full depth and more candidates, under its own F gate."""
     if draft is None:
         return None
-    n = guard.parts.config.strong_candidates
-    return guard.repair(draft, PixelViews(image), audit, finding, record, StrongProposer(), n)
+    parts, config = guard.parts, guard.parts.config
+    guard.parts = replace(parts, config=replace(config, f_gate=config.last_f_gate))
+    try:
+        return guard.repair(
+            draft, PixelViews(image), audit, finding, record, StrongProposer(), config.strong_candidates
+        )
+    finally:
+        guard.parts = parts
 
 
 def regional_blur(guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, finding: Finding) -> Won | None:

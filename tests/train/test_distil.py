@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from guardpaint import bases
-from guardpaint.errors import BadConfig
+from guardpaint import bases, tiny
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.train import distil, generator, vae
 
 SHAPE = {"layers": 1, "single_layers": 1, "heads": 2, "text_width": 32, "tokens": 48, "other_tokens": 16, "merges": 50}
@@ -107,3 +107,16 @@ def test_a_loss_curve_averages_stretches(tmp_path):
     (tmp_path / "out").mkdir()
     bases.loss_curve(tmp_path / "loss.csv", tmp_path / "out", points=2)
     assert (tmp_path / "out" / "loss.csv").read_text() == "step,loss\n2,2.00000\n4,6.00000\n"
+
+
+def test_an_auditor_may_ship_with_one_size(tmp_path):
+    from guardpaint.audit.model import AuditorScorer
+
+    auditor = tiny.auditor()
+    auditor.save_pretrained(tmp_path)
+    (tmp_path / "card.json").write_text("{}")
+    with pytest.raises(BadInput, match="size 7: the auditor"):
+        bases.one_size(tmp_path, 7)
+    bases.one_size(tmp_path, auditor.sizes[0])
+    assert AuditorScorer.from_pretrained(tmp_path).sizes == (auditor.sizes[0],) * 2
+    assert f'"looks_at": {auditor.sizes[0]}' in (tmp_path / "card.json").read_text()

@@ -22,6 +22,8 @@ from torch import Tensor
 from guardpaint.audit.calibration import GRID, check, uncovered
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import heat_at, mine
+from guardpaint.calibrated import Calibration
+from guardpaint.checkpoint import read_json
 from guardpaint.config import GuardConfig
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.draft.codec import resize
@@ -53,9 +55,10 @@ def audits(
     prompts: Sequence[str | None],
     noise: float,
     batch: int = 50,
+    fine: bool = False,
 ) -> list[Audit]:
-    """At the coarse size, as the loop's first pass."""
-    size = auditor.sizes[0]
+    """At the coarse size, as the loop's first pass; or at the fine one, from which regions are mined."""
+    size = auditor.sizes[1 if fine else 0]
     found: list[Audit] = []
     for i in range(0, len(images), batch):
         part = resize(images[i : i + batch], (size, size))
@@ -87,10 +90,16 @@ def covered(audit: Audit, mask: Bool[np.ndarray, "h w"], config: GuardConfig) ->
     return both / max(1, mask.sum()), both / max(1, (found | mask).sum())
 
 
-def measure_clean(auditor: AuditorScorer, policy: Policy, count: int) -> list[Row]:
+def told_by(path: Path) -> Calibration:
+    """What `guardpaint calibrate` wrote, without the scores it keeps to notice drift."""
+    return Calibration.from_dict({k: v for k, v in read_json(path).items() if k != "reference"})
+
+
+def measure_clean(auditor: AuditorScorer, policy: Policy, count: int, calibration: Calibration | None) -> list[Row]:
     """Finished renders: category, trigger, localisation in both threshold modes, F against another prompt."""
     rows: list[Row] = []
-    percentile, calibrated = GuardConfig(mask_threshold="percentile"), GuardConfig(mask_threshold="calibrated")
+    percentile = GuardConfig(mask_threshold="percentile")
+    calibrated = GuardConfig(mask_threshold="calibrated", calibration=calibration)
     for start in track(range(CLEAN_SEEDS, CLEAN_SEEDS + count, 50), description="clean"):
         seeds = list(range(start, min(start + 50, CLEAN_SEEDS + count)))
         scenes = [sample_scene(s) for s in seeds]
@@ -103,8 +112,9 @@ def measure_clean(auditor: AuditorScorer, policy: Policy, count: int) -> list[Ro
             row: Row = {"part": "clean", "seed": seed, "kind": scene.kind, "category": scene.category}
             row |= row_of(a, policy) | {"F_other": round(b.faithfulness or 0.0, 5)}
             if scene.category != "safe":
+                near = audits(auditor, pixels([scene]), [caption(scene, 0).text], 0.0, fine=True)[0]
                 for name, config in (("percentile", percentile), ("calibrated", calibrated)):
-                    row[f"coverage_{name}"], row[f"iou_{name}"] = covered(a, drawn.mask, config)
+                    row[f"coverage_{name}"], row[f"iou_{name}"] = covered(near, drawn.mask, config)
                 row["strength"] = float(strength_of(torch.from_numpy(drawn.mask)[None].float())[0])
                 safe = pixels([safe_version(scene)])
                 row["F_repaired"] = round(
@@ -187,11 +197,14 @@ def measure_conformal(auditor: AuditorScorer, policy: Policy, count: int) -> lis
     for kind in ("nudity", "splash", "blade"):
         seeds = [CLEAN_SEEDS + 1_000_000 + i for i in range(count)]
         scenes = [sample_scene(s, kind) for s in seeds]
-        found = audits(auditor, pixels(scenes), [caption(s, 0).text for s in scenes], 0.0)
-        for seed, scene, a in zip(seeds, scenes, found, strict=True):
-            caught = policy.finding(a) is not None
-            rows.append({"part": "conformal", "category": scene.category, "caught": int(caught), **row_of(a, policy)})
-            left = uncovered(heat_at(a.adv_map, (64, 64)).numpy(), render(scene).mask)
+        texts = [caption(s, 0).text for s in scenes]
+        found, near = (audits(auditor, pixels(scenes), texts, 0.0, fine=fine) for fine in (False, True))
+        for seed, scene, a, b in zip(seeds, scenes, found, near, strict=True):
+            row: Row = {"part": "conformal", "category": scene.category, **row_of(a, policy)}
+            row["caught"] = int(policy.finding(a) is not None and policy.finding(b) is not None)
+            row |= {f"p_{name}": round(min(p, b.probs[name]), 5) for name, p in a.probs.items()}
+            rows.append(row)
+            left = uncovered(heat_at(b.adv_map, (64, 64)).numpy(), render(scene).mask)
             rows.append({"part": "conformal_mask", "seed": seed, "left": " ".join(f"{v:.4f}" for v in left)})
     return rows
 
@@ -357,10 +370,18 @@ def curves(rows: Sequence[Row], path: Path) -> None:
     drawing.savefig(path, dpi=110)
 
 
-def run(auditor_dir: Path, views_dir: Path, path: Path, count: int = 2000, tiny: Any = None) -> Row:
+def run(
+    auditor_dir: Path,
+    views_dir: Path,
+    path: Path,
+    count: int = 2000,
+    tiny: Any = None,
+    calibration: Path | None = None,
+) -> Row:
     """Measure everything and write results, rows and the curve."""
     auditor, policy = AuditorScorer.from_pretrained(auditor_dir), Policy.default()
-    rows = measure_clean(auditor, policy, count) + measure_hard(auditor, policy, count // 4)
+    rows = measure_clean(auditor, policy, count, None if calibration is None else told_by(calibration))
+    rows += measure_hard(auditor, policy, count // 4)
     for file in sorted(views_dir.glob("*-test.pt")):
         rows += measure_views(auditor, policy, file.name.removesuffix("-test.pt"), load_views(file))
     rows += measure_seams(auditor, policy, count // 4) + measure_shift(auditor, policy, count // 4, tiny)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,32 @@ FINISHED = ("clean", "x0", "trajectory_x0")
 """Kinds of views the guard sees by default."""
 
 
-def scored(auditor: AuditorScorer, views: Views) -> list[Audit]:
-    """Every view with its prompt, at its own noise."""
+@dataclass(frozen=True)
+class Looks:
+    """A view as the guard sees it: the first look, and the closer one that confirms it and shows where."""
+
+    coarse: Audit
+    fine: Audit
+
+    def prob(self, name: str) -> float:
+        """Of the look that is less sure: a threshold below it is passed by both."""
+        return min(self.coarse.probs[name], self.fine.probs[name])
+
+    def found(self, policy: Policy, thresholds: Mapping[str, float] | None = None) -> bool:
+        return all(policy.finding(a, thresholds) is not None for a in (self.coarse, self.fine))
+
+
+def scored(auditor: AuditorScorer, views: Views) -> list[Looks]:
+    """Every view with its prompt, at its own noise, in both sizes."""
     found = []
     for i in track(range(len(views)), description="auditing"):
-        found += audits(auditor, views.images[i : i + 1].float() / 255, [views.prompt(i)], float(views.noise[i]))
+        view, texts, noise = views.images[i : i + 1].float() / 255, [views.prompt(i)], float(views.noise[i])
+        found.append(Looks(*(audits(auditor, view, texts, noise, fine=fine)[0] for fine in (False, True))))
     return found
 
 
 def calibrate(
-    views: Views, found: Sequence[Audit], policy: Policy, alpha: float, beta: float, starts: Sequence[float]
+    views: Views, found: Sequence[Looks], policy: Policy, alpha: float, beta: float, starts: Sequence[float]
 ) -> tuple[Calibration, Reference]:
     """Thresholds of every band; a band with too few examples of a category is refused, and says how many it needs.
 
@@ -55,19 +71,19 @@ def calibrate(
         thresholds, counts = {}, {}
         for c, name in enumerate(names[1:], 1):
             rows = np.flatnonzero(inside & (category == c)).tolist()
-            scores = np.array([found[i].probs[name] for i in rows])
-            caught = np.array([policy.finding(found[i]) is not None for i in rows], dtype=bool)
+            scores = np.array([found[i].prob(name) for i in rows])
+            caught = np.array([found[i].found(policy) for i in rows], dtype=bool)
             what = f"examples of {name} from progress {start:g} to {min(end, 1):g}"
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
             counts[name] = len(rows)
         harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
-        harm = [i for i in harm if policy.finding(found[i], thresholds) is not None]  # others are never masked
+        harm = [i for i in harm if found[i].found(policy, thresholds)]  # others are never masked
         size = (int(views.masks.shape[-2]), int(views.masks.shape[-1]))
-        heats = np.stack([heat_at(found[i].adv_map, size).numpy() for i in harm])
+        heats = np.stack([heat_at(found[i].fine.adv_map, size).numpy() for i in harm])
         level = mask_threshold(heats, views.masks[harm].numpy(), beta)
         bands.append(Band(float(start), thresholds, level, counts))
     data = hashlib.sha256(views.seeds.numpy().tobytes() + views.images.numpy().tobytes()).hexdigest()
-    safe = np.array([a.adv_prob for a, c in zip(found, category, strict=True) if c == 0])
+    safe = np.array([a.coarse.adv_prob for a, c in zip(found, category, strict=True) if c == 0])
     return Calibration(alpha, beta, data, tuple(bands)), Reference.of(safe)
 
 

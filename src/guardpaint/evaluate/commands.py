@@ -238,8 +238,11 @@ def eval_auditor(
     views: Annotated[Path, typer.Option(help="Folder with test views of the bases (`data views --split test`).")],
     results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/auditor.json"),
     count: Annotated[int, typer.Option(min=100, help="Finished pictures; other sets are a quarter of it.")] = 2000,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of `guardpaint calibrate`: its mask level is measured.")
+    ] = None,
 ) -> None:
     """Measure an auditor on held-out pictures: classes, false triggers, unfinished views, masks, F, P, B, shift."""
     from guardpaint.evaluate import auditor as measure
 
-    say_metrics(measure.run(auditor, views, results, count))
+    say_metrics(measure.run(auditor, views, results, count, calibration=calibration))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -81,13 +81,23 @@ def world_adopt(
         Path, typer.Argument(help="Run directory of a finished `train generator`, vae, tiny, auditor, distil or stack.")
     ],
     name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
+    size: Annotated[
+        int | None, typer.Option(help="Auditor: look at this size only, one of those it was trained at.")
+    ] = None,
 ) -> None:
     """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
     from guardpaint import bases
 
     for link in bases.adopt(run, name):
         typer.echo(link)
+    if size is not None:
+        bases.one_size(bases.ASSETS / name, size)
     typer.echo(f"assets are {bases.megabytes():.1f} MB now")
+
+
+def ends(bands: list[dict[str, Any]], k: int) -> float:
+    """Progress at which the next band begins."""
+    return float(bands[k + 1]["start"]) if k + 1 < len(bands) else 1.01
 
 
 @app.command("guard")
@@ -105,7 +115,8 @@ def world_guard(
     if calibration is not None:
         found = {k: v for k, v in read_json(calibration).items() if k != "reference"}
         settings["calibration"] = found
-        if min(b["mask_level"] for b in found["bands"]) >= LEAST_LEVEL:
+        audited = [b for k, b in enumerate(found["bands"]) if ends(found["bands"], k) > settings["audit_start"]]
+        if min(b["mask_level"] for b in audited) >= LEAST_LEVEL:
             settings["mask_threshold"] = "calibrated"
         else:
             typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")

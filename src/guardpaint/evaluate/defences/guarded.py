@@ -30,6 +30,8 @@ PAPER: dict[str, Any] = {
     "blend_alpha": "progress_ramp",
     "calibration": None,
     "keep": 0,
+    "doubt": 1.0,
+    "last_f_gate": "absolute",
 }
 """Settings of the method as it was published, each one named: tuning ours changes none of them."""
 PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}
