@@ -24,8 +24,13 @@ def oracle():
 
 
 @pytest.fixture(scope="module")
-def parts():
-    return GuardPaint(AlwaysUnsafe(), tiny.inpainter(0)).parts
+def guard():
+    return GuardPaint(AlwaysUnsafe(), tiny.inpainter(0))
+
+
+@pytest.fixture(scope="module")
+def parts(guard):
+    return guard.parts
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +53,12 @@ def test_winners_by_hand():
 
 def test_rows_are_paired_and_nested(states, parts, oracle):
     rows = proposers.measure(states[0], parts, UniformProposer(), oracle)
-    assert [r["n"] for r in rows] == [3, 5, 7]
+    assert [(r["proposer"], r["n"]) for r in rows] == [(p, n) for p in ("uniform", "first") for n in (3, 5, 7)]
+    rows, first = rows[:3], rows[3:]
     assert rows[0]["steps"] < rows[1]["steps"] < rows[2]["steps"]
     assert all(r["accepted"] == 0 and r["utility"] == 0.0 for r in rows)
-    first = proposers.measure(states[0], parts, proposers.FirstCandidate(), oracle)
-    assert [r["steps"] for r in first] == [r["steps"] for r in rows]
+    assert [r["steps"] for r in first] == [r["steps"] for r in rows], "nothing was acceptable: all were tried"
+    assert len(proposers.measure(states[0], parts, FixedProposer(), oracle, Ranker())) == 3
 
 
 def test_the_optimiser_finds_a_known_optimum(states, parts, monkeypatch):
@@ -95,18 +101,37 @@ def test_numbers_come_from_rows():
     assert out["ranker.regret"]["met"] is False and out["ranker.saved"]["met"] is True
 
 
-def test_the_ranker_is_charged_for_its_previews(states, parts):
-    rows = proposers.ranker_rows(states[0], parts, Ranker())
-    assert [r["keep"] for r in rows] == [1, 2, 3, 4]
-    assert all(r["spent"] > 5 for r in rows) and rows[0]["spent"] < rows[3]["spent"]
+def test_the_ranker_is_charged_for_its_previews(states, parts, oracle):
+    """By hand: it likes the third best; five previews, then depths 3, and 3 + 8."""
+    rows = proposers.ranker_rows(states[0], [2, 0, 1], [0.5, 0.9, 0.4], [8, 5, 3])
+    assert [(r["keep"], r["kept"], r["spent"]) for r in rows] == [(1, 0.4, 6), (2, 0.5, 14)] and rows[0]["best"] == 0.9
+    told = [r for r in proposers.measure(states[0], parts, UniformProposer(), oracle, Ranker()) if "keep" in r]
+    assert [r["keep"] for r in told] == [1, 2, 3, 4]
+    assert all(r["spent"] > 5 for r in told) and told[0]["spent"] < told[3]["spent"]
 
 
-def test_a_run_keeps_what_it_does_not_measure_again(states, parts, oracle, tmp_path):
+def test_a_run_measures_what_is_new(states, guard, oracle, tmp_path, monkeypatch):
     path = tmp_path / "proposer.json"
-    proposers.run(parts, {"tiny-sd": states}, [UniformProposer()], None, path, oracle)
-    out = proposers.run(parts, {"tiny-sd": states}, [FixedProposer()], Ranker(), path, oracle)
-    assert {"tiny-sd.uniform.utility", "tiny-sd.fixed.utility", "ranker.saved"} <= set(out)
-    assert len([r for r in proposers.read_rows(path) if r["part"] == "compare"]) == 2 * 2 * 3
+    proposers.run(guard, {"tiny-sd": states[:1]}, [UniformProposer()], None, path, oracle)
+    asked, original = [], proposers.measure
+    monkeypatch.setattr(proposers, "measure", lambda *a: asked.append((a[0].seed, a[2].name)) or original(*a))
+    out = proposers.run(guard, {"tiny-sd": states}, [UniformProposer(), FixedProposer()], None, path, oracle)
+    assert asked == [(1, "uniform"), (0, "fixed"), (1, "fixed")]
+    assert {"tiny-sd.uniform.utility", "tiny-sd.fixed.utility", "tiny-sd.first.utility"} <= set(out)
+    out = proposers.run(guard, {"tiny-sd": states}, [UniformProposer()], Ranker(), path, oracle)
+    assert asked[3:] == [(0, "uniform"), (1, "uniform")] and "ranker.saved" in out, "another ranker: played anew"
+    assert len([r for r in proposers.read_rows(path) if r["part"] == "compare"]) == 3 * 2 * 3
+
+
+def test_an_optimum_is_searched_once(states, guard, tmp_path, monkeypatch):
+    searched = []
+    found = FixedProposer(FixedProposer().knobs, name="optimised")
+    monkeypatch.setattr(proposers, "optimised", lambda *a: searched.append(1) or found)
+    file = tmp_path / "o.json"
+    a, b = (proposers.optimised_once(states, guard, 3, file) for _ in range(2))
+    assert a == b == found and searched == [1]
+    proposers.optimised_once(states, guard, 4, file)
+    assert searched == [1, 1]
 
 
 def test_every_knob_is_plotted(tmp_path):

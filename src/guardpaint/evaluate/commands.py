@@ -59,18 +59,18 @@ def eval_proposers(
     from guardpaint.system import GuardPaint
     from guardpaint.types import Proposer
 
-    parts = GuardPaint.from_pretrained(guard).parts
+    whole = GuardPaint.from_pretrained(guard)
     states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
     if not states:
         raise BadInput(f"{rollouts_dir}: no states of split test; catch some with `guardpaint rollouts states`")
-    compared: list[Proposer] = [UniformProposer(), FixedProposer(), measure.FirstCandidate()]
+    compared: list[Proposer] = [UniformProposer(), FixedProposer()]
     if trials:
         train = [s for f in sorted(rollouts_dir.glob("*-train.pt")) for s in load_states(f)[:6]]
-        compared.append(measure.optimised(train, parts, trials))
+        compared.append(measure.optimised_once(train, whole, trials, rollouts_dir / "optimised.json"))
     if learned:
         compared.append(open_proposer(learned))
     judge = Ranker.from_pretrained(ranker) if ranker else None
-    say_metrics(measure.run(parts, states, compared, judge, results, Oracle.load()))
+    say_metrics(measure.run(whole, states, compared, judge, results, Oracle.load()))
     if (rollouts_dir / "train").is_dir():
         picture = measure.dependence(read_rollouts(rollouts_dir / "train", "uniform"), results.with_name("knobs.png"))
         typer.echo(str(picture))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import track
 
+from guardpaint.checkpoint import fingerprint, read_json, write_json
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.oracle import Oracle
 from guardpaint.evaluate.statistics import mean, share
@@ -25,23 +26,14 @@ from guardpaint.release import to_pil
 from guardpaint.repair.knobs import RANGES, FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.results import REVISION, metric, write_results
-from guardpaint.rollouts import MOST, State, arena_of
-from guardpaint.types import Knobs, Proposer, ProposerState
+from guardpaint.rollouts import MOST, State, arena_of, maker
+from guardpaint.system import GuardPaint
+from guardpaint.types import Knobs, Proposer
 
 Row = dict[str, Any]
 SIZES = (3, 5, 7)
 SHIPPED = 5
 """The size whose numbers carry no suffix."""
-
-
-@dataclass(frozen=True)
-class FirstCandidate:
-    """Uniform knobs, and the first acceptable repair is taken."""
-
-    name: str = "first"
-
-    def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
-        return UniformProposer().propose(state, n, seed)
 
 
 def chosen(utilities: Sequence[float], first: bool) -> int | None:
@@ -52,8 +44,9 @@ def chosen(utilities: Sequence[float], first: bool) -> int | None:
     return good[0] if first else max(good, key=lambda i: utilities[i])
 
 
-def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle) -> list[Row]:
-    """One row per tournament size."""
+def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, ranker: Ranker | None = None) -> list[Row]:
+    """One contest from a state: a row per tournament size. Uniform knobs also tell how "first" does, which takes the
+    first acceptable repair, and what the ranker would have lost and saved."""
     arena = arena_of(state, parts)
     knobs = proposer.propose(arena.state, MOST, arena.seed)
     began = time.perf_counter()
@@ -63,53 +56,53 @@ def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle) -> l
     depths = [k.depth for k in knobs]
     pictures = [to_pil(v) for v in (state.control, *done.composed)]
     safe = [said == "safe" for said in oracle.look([p.convert("RGB") for p in pictures]).categories()]
-    rows = []
-    first = proposer.name == "first"
-    for n in SIZES:
-        won = chosen(utilities[:n], first)
-        used = n if not first or won is None else won + 1
-        steps = sum(depths[:used])
-        rows.append(
-            {
-                "part": "compare",
-                "base": state.base,
-                "proposer": proposer.name,
-                "n": n,
-                "seed": state.seed,
-                "kind": state.kind,
-                "category": state.category,
-                "accepted": int(won is not None),
-                "utility": 0.0 if won is None else utilities[won],
-                "oracle_safe": int(safe[0] if won is None else safe[won + 1]),
-                "steps": steps,
-                "seconds": seconds * steps / sum(depths),
-                "gain": sum(utilities[:used]),
-            }
-        )
+    rows: list[Row] = []
+    uniform = isinstance(proposer, UniformProposer)
+    for name in (proposer.name, *(["first"] if uniform else [])):
+        for n in SIZES:
+            won = chosen(utilities[:n], name == "first")
+            used = n if name != "first" or won is None else won + 1
+            steps = sum(depths[:used])
+            rows.append(
+                {
+                    "part": "compare",
+                    "base": state.base,
+                    "proposer": name,
+                    "n": n,
+                    "seed": state.seed,
+                    "kind": state.kind,
+                    "category": state.category,
+                    "accepted": int(won is not None),
+                    "utility": 0.0 if won is None else utilities[won],
+                    "oracle_safe": int(safe[0] if won is None else safe[won + 1]),
+                    "steps": steps,
+                    "seconds": seconds * steps / sum(depths),
+                    "gain": sum(utilities[:used]),
+                }
+            )
+    if uniform and ranker is not None:
+        order = ranker.rank(arena.early_features(knobs[:SHIPPED])).argsort(descending=True).tolist()
+        rows += ranker_rows(state, order, utilities[:SHIPPED], depths[:SHIPPED])
     return rows
 
 
-def ranker_rows(state: State, parts: Parts, ranker: Ranker, n: int = SHIPPED) -> list[Row]:
+def ranker_rows(state: State, order: Sequence[int], utilities: Sequence[float], depths: Sequence[int]) -> list[Row]:
     """What is lost and saved when only the ranker's first k are painted out."""
-    arena = arena_of(state, parts)
-    knobs = UniformProposer().propose(arena.state, n, arena.seed)
-    done = arena.contest(knobs, "uniform")
-    utilities = [c.utility for c in done.record.candidates]
-    order = ranker.rank(arena.early_features(knobs)).argsort(descending=True).tolist()
-    depths = [k.depth for k in knobs]
-    rows = []
-    for keep in range(1, n):
+    rows: list[Row] = []
+    for keep in range(1, len(order)):
         kept = order[:keep]
         rows.append(
             {
                 "part": "ranker",
                 "base": state.base,
+                "proposer": "uniform",
                 "seed": state.seed,
+                "kind": state.kind,
                 "keep": keep,
                 "best": max(utilities),
                 "kept": max(utilities[i] for i in kept),
                 "steps": sum(depths),
-                "spent": n + sum(depths[i] for i in kept),
+                "spent": len(order) + sum(depths[i] for i in kept),
             }
         )
     return rows
@@ -180,6 +173,18 @@ def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 
     return FixedProposer(Knobs(**study.best_params, seed_offset=0), name="optimised")
 
 
+def optimised_once(states: Sequence[State], guard: GuardPaint, trials: int, file: Path) -> FixedProposer:
+    """The same, kept in a file: searched anew only for another guard, other states or more trials."""
+    told = repr([(s.base, s.seed, s.kind) for s in states])
+    key = maker(guard, FixedProposer(), trials, told)
+    kept = read_json(file) if file.exists() else {}
+    if kept.get("key") == key:
+        return FixedProposer(Knobs(**kept["knobs"]), name="optimised")
+    found = optimised(states, guard.parts, trials)
+    write_json(file, {"key": key, "trials": trials, "states": len(states), "knobs": asdict(found.knobs)})
+    return found
+
+
 def dependence(rows: Sequence[Mapping[str, Any]], path: Path, bins: int = 8) -> Path:
     """Mean utility over each knob's range, from tournaments with uniform knobs, with its 95 % band."""
     from guardpaint.train.dynamics import figure
@@ -209,24 +214,30 @@ def dependence(rows: Sequence[Mapping[str, Any]], path: Path, bins: int = 8) -> 
 
 
 def run(
-    parts: Parts,
+    guard: GuardPaint,
     states: Mapping[str, Sequence[State]],
     proposers: Sequence[Proposer],
     ranker: Ranker | None,
     path: Path,
     oracle: Oracle,
 ) -> Row:
-    """Measure; rows of proposers not measured again are kept."""
-    names = {p.name for p in proposers}
-    kept = [r for r in read_rows(path) if not (r["part"] == "compare" and r["proposer"] in names)]
-    if ranker is not None:
-        kept = [r for r in kept if r["part"] != "ranker"]
-    for base, own in states.items():
-        for proposer in proposers:
-            for state in track(own, description=f"{base} {proposer.name}"):
-                kept += [{**r, "git": REVISION} for r in measure(state, parts, proposer, oracle)]
-        if ranker is not None:
-            for state in track(own, description=f"{base} ranker"):
-                kept += [{**r, "git": REVISION} for r in ranker_rows(state, parts, ranker)]
-        write_results(path, metrics(kept), kept, seed=0)
+    """Measure every state that the same parts have not played yet; rows of proposers not named are kept."""
+    kept = read_rows(path)
+    for proposer in proposers:
+        judge = ranker if isinstance(proposer, UniformProposer) else None
+        made_by = maker(guard, proposer, MOST, *(fingerprint(m) for m in (oracle.net, judge) if m is not None))
+        kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == made_by]
+        done = {(r["base"], str(r["seed"]), r["kind"]) for r in kept if played_by(r) == proposer.name}
+        for base, own in states.items():
+            todo = [s for s in own if (base, str(s.seed), s.kind) not in done]
+            for state in track(todo, description=f"{base} {proposer.name}"):
+                rows = measure(state, guard.parts, proposer, oracle, judge)
+                kept += [{**r, "maker": made_by, "git": REVISION} for r in rows]
+            if todo:
+                write_results(path, metrics(kept), kept, seed=0)
     return metrics(kept)
+
+
+def played_by(row: Row) -> str:
+    """Whose contest the row tells of: "first" and the ranker are told by uniform knobs."""
+    return "uniform" if row["proposer"] == "first" or row["part"] == "ranker" else str(row["proposer"])
