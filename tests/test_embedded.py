@@ -9,6 +9,7 @@ import torch
 
 from guardpaint import bases
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.config import GuardConfig
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.release import from_pil
@@ -79,3 +80,20 @@ def test_the_assembled_guard_is_links_and_a_manifest():
     ]
     assert [p.name for p in real] == ["guardpaint.json"]
     assert json.loads(real[0].read_text())["version"] == 1
+
+
+def test_a_default_guard_takes_the_proposer_it_is_told(tmp_path):
+    """Of the parts in the package, in another folder: links, and what the manifest says of them."""
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for part in bases.ASSETS.iterdir():
+        if part.name != "guard":
+            (assets / part.name).symlink_to(part)
+    settings = GuardConfig().to_dict()
+    if not (assets / "mini-proposer").exists():
+        with pytest.raises(BadInput, match="mini-proposer"):
+            bases.assemble_guard(settings, assets, proposer="learned")
+    knobs = {"cfg": 4.0, "dilation": 0.7, "feather": 0.2, "jitter": 0.0, "depth": 3, "seed_offset": 0}
+    made = bases.assemble_guard(settings, assets, proposer="optimised", knobs=knobs)
+    proposer = GuardPaint.from_pretrained(made).parts.proposer
+    assert proposer.name == "optimised" and proposer.knobs.depth == 3

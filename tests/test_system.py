@@ -17,8 +17,10 @@ from guardpaint.commands import report_schema
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.release import from_pil
+from guardpaint.repair.knobs import FixedProposer
 from guardpaint.report import load_report
 from guardpaint.system import GuardPaint
+from guardpaint.types import Knobs
 
 
 def test_a_guard_round_trips_and_decides_the_same(tmp_path, sd_pipe):
@@ -47,6 +49,17 @@ def test_missing_parts_are_named(tmp_path, missing):
     with pytest.raises((BadCheckpoint, BadConfig)) as caught:
         GuardPaint.from_pretrained(tmp_path)
     assert missing.split("/")[-1] in str(caught.value)
+
+
+def test_fixed_knobs_are_kept(tmp_path):
+    knobs = Knobs(cfg=4.0, dilation=0.7, feather=0.2, jitter=0.0, depth=3, seed_offset=0)
+    base = tiny.guard()
+    GuardPaint(base.parts.auditor, base.parts.repairer, FixedProposer(knobs, "optimised")).save_pretrained(tmp_path)
+    assert GuardPaint.from_pretrained(tmp_path).parts.proposer == FixedProposer(knobs, "optimised")
+    manifest = json.loads((tmp_path / "guardpaint.json").read_text())
+    (tmp_path / "guardpaint.json").write_text(json.dumps({**manifest, "knobs": {"colour": "red"}}))
+    with pytest.raises(BadCheckpoint, match="knobs"):
+        GuardPaint.from_pretrained(tmp_path)
 
 
 def test_bad_paths_never_reach_the_network(tmp_path):

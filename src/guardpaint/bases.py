@@ -23,6 +23,7 @@ NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
 """Text-to-image bases, in the order of the docs."""
 INPAINTER = "mini-inpaint"
 AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
+PROPOSER, RANKER = "mini-proposer", "mini-ranker"
 GUARD = ASSETS / "guard"
 """The default guard: links to the parts it is made of, its policy and its settings."""
 TINY = {"sd": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
@@ -168,8 +169,14 @@ def loss_curve(log: Path, target: Path, points: int = 200) -> None:
         figure.savefig(target / "loss.png", dpi=90)
 
 
-def assemble_guard(settings: dict[str, Any], assets: Path = ASSETS) -> Path:
-    """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets."""
+def assemble_guard(
+    settings: dict[str, Any], assets: Path = ASSETS, proposer: str = "uniform", knobs: dict[str, Any] | None = None
+) -> Path:
+    """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets.
+
+    The proposer is learned (the one in the assets), uniform, or has a name and fixed knobs. A ranker comes along where
+    the settings leave candidates out.
+    """
     guard = assets / GUARD.name
     parts = {"auditor": AUDITOR, "policy.yaml": "policy.yaml"}
     decoders = sorted(family for family, tiny in TINY.items() if (assets / tiny).exists())
@@ -178,6 +185,8 @@ def assemble_guard(settings: dict[str, Any], assets: Path = ASSETS) -> Path:
     parts |= {f"repairer/{p.name}": f"{INPAINTER}/{p.name}" for p in pieces}
     if (assets / SAFE_INPAINTER / LORA).exists():
         parts[f"repairer/{LORA}"] = f"{SAFE_INPAINTER}/{LORA}"
+    parts |= {"proposer": PROPOSER} if proposer == "learned" else {}
+    parts |= {"ranker": RANKER} if settings.get("keep") else {}
     for name in parts.values():
         if not (assets / name).exists():
             raise BadInput(f"the default guard needs {assets / name}; train and adopt it first")
@@ -188,7 +197,8 @@ def assemble_guard(settings: dict[str, Any], assets: Path = ASSETS) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(os.path.relpath(assets / name, path.parent), target_is_directory=(assets / name).is_dir())
     manifest = {"version": 1, "config": settings, "decoders": decoders, "repairer": "inpainter"}
-    write_json(guard / "guardpaint.json", {**manifest, "proposer": "uniform", "ranker": False})
+    manifest |= {"proposer": proposer, "ranker": bool(settings.get("keep"))} | ({"knobs": knobs} if knobs else {})
+    write_json(guard / "guardpaint.json", manifest)
     return guard
 
 

@@ -32,7 +32,7 @@ from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.report import GuardReport
 from guardpaint.request import Request
-from guardpaint.types import Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.types import Audit, Auditor, JsonDict, Knobs, Proposer, Repairer, SeamMetric
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 
 MANIFEST = "guardpaint.json"
@@ -290,7 +290,9 @@ class GuardPaint:
         manifest["proposer"] = proposer.name
         if isinstance(proposer, TournamentProposer):
             proposer.save_pretrained(directory / "proposer", dtype)
-        elif proposer.name not in ("uniform", "fixed"):
+        elif isinstance(proposer, FixedProposer):
+            manifest["knobs"] = proposer.knobs.as_dict()
+        elif not isinstance(proposer, UniformProposer):
             raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
         manifest["ranker"] = self.parts.ranker is not None
         if self.parts.ranker is not None:
@@ -333,7 +335,7 @@ class GuardPaint:
         return cls(
             AuditorScorer.from_pretrained(directory / "auditor"),
             load_repairer(manifest["repairer"], directory),
-            load_proposer(manifest["proposer"], directory),
+            load_proposer(manifest["proposer"], directory, manifest.get("knobs")),
             policy=policy,
             config=GuardConfig.from_dict({**manifest["config"], **changes}),
             seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
@@ -351,9 +353,14 @@ def load_repairer(name: str, directory: Path) -> Repairer:
     raise BadCheckpoint(f"{directory}: repairer {name!r} is neither inpainter nor native")
 
 
-def load_proposer(name: str, directory: Path) -> Proposer:
+def load_proposer(name: str, directory: Path, knobs: JsonDict | None = None) -> Proposer:
     if name == "learned":
         return TournamentProposer.from_pretrained(directory / "proposer")
+    if knobs is not None:
+        try:
+            return FixedProposer(Knobs(**knobs), name)
+        except TypeError as error:
+            raise BadCheckpoint(f"{directory}: knobs {knobs} of the proposer ({error})") from error
     for known in (UniformProposer(), FixedProposer()):
         if known.name == name:
             return known

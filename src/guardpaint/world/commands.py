@@ -105,13 +105,24 @@ def world_guard(
     calibration: Annotated[
         Path | None, typer.Option(help="Thresholds that `guardpaint calibrate` wrote; they become the guard's.")
     ] = None,
+    proposer: Annotated[
+        str, typer.Option(help="learned (mini-proposer), uniform, or optimised with --knobs.")
+    ] = "uniform",
+    knobs: Annotated[
+        Path | None, typer.Option(help="optimised.json of `eval proposers`: the same knobs always.")
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(min=0, help="Candidates painted out after mini-ranker saw previews; 0: all.")
+    ] = 0,
 ) -> None:
     """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
     from guardpaint import bases
     from guardpaint.checkpoint import read_json
     from guardpaint.config import GuardConfig
 
-    settings = GuardConfig().to_dict()
+    settings = {**GuardConfig().to_dict(), "keep": keep}
+    if proposer not in ("learned", "uniform") and knobs is None:
+        raise typer.BadParameter(f"proposer {proposer!r}: write learned or uniform, or name its --knobs")
     if calibration is not None:
         found = {k: v for k, v in read_json(calibration).items() if k != "reference"}
         settings["calibration"] = found
@@ -121,4 +132,5 @@ def world_guard(
         else:
             typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
     GuardConfig.from_dict(settings)
-    typer.echo(str(bases.assemble_guard(settings)))
+    fixed = read_json(knobs)["knobs"] if knobs else None
+    typer.echo(str(bases.assemble_guard(settings, proposer=proposer, knobs=fixed)))
