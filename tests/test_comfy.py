@@ -19,7 +19,7 @@ import torch
 import guardpaint
 from guardpaint import tiny
 from guardpaint.comfy import guarded
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
 from guardpaint.draft.codec import vae_decode, vae_encode
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.system import GuardPaint
@@ -106,6 +106,18 @@ def test_a_calm_picture_is_the_models_own():
     out, reports = session.release(images)
     assert torch.equal(out, images) and [r.status for r in reports] == ["clean", "clean"]
     assert [s.step for s in reports[0].steps] == [5, 6, 6] and reports[0].posture["audited_steps"] == [5, 6]
+
+
+def test_a_doubtful_picture_that_was_not_edited_is_the_models_own():
+    class Doubts(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            return [constant_audit(0.3, p, min(images.shape[-2:])) for p in prompts]
+
+    model, session, vae, clean, noise, plain = setting(Doubts())
+    assert torch.equal(model.sample(clean, SIGMAS, noise), plain.sample(clean, SIGMAS, noise))
+    images = vae.decode(clean * 2)
+    out, reports = session.release(images)
+    assert torch.equal(out, images) and [r.status for r in reports] == ["clean", "clean"]
 
 
 def test_an_accepted_repair_is_held_to_the_end():

@@ -114,11 +114,17 @@ def same_file(a: Path, b: Path) -> bool:
     return one.keys() == two.keys() and all(bool((one[k] == two[k]).all()) for k in one)
 
 
-def one_size(auditor: Path, size: int) -> None:
-    """Let a saved auditor look at one size only, coarse and fine alike; its card tells."""
-    settings = read_json(auditor / "config.json")
+def check_size(auditor: Path, size: int) -> dict[str, Any]:
+    """Settings of a saved auditor, if it was trained at this size."""
+    settings: dict[str, Any] = read_json(auditor / "config.json")
     if size not in settings.get("sizes", ()):
         raise BadInput(f"size {size}: the auditor in {auditor} was trained at {settings.get('sizes')}")
+    return settings
+
+
+def one_size(auditor: Path, size: int) -> None:
+    """Let a saved auditor look at one size only, coarse and fine alike; its card tells."""
+    settings = check_size(auditor, size)
     write_json(auditor / "config.json", {**settings, "sizes": [size, size]})
     write_json(auditor / "card.json", {**read_json(auditor / "card.json"), "looks_at": size})
 

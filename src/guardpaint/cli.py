@@ -321,7 +321,7 @@ def calibrate(
     """Find thresholds with a promised miss rate and coverage (conformal risk control), per band of progress."""
     from guardpaint.evaluate import calibrate as measure
 
-    starts = sorted({0.0, *(band or [0.7, 0.9, 1.0])})
+    starts = sorted({0.0, *(band or [0.7, 0.9])})
     found = measure.run(auditor, views, out_file, alpha, beta, starts, guard)
     for b in found.bands:
         limits = ", ".join(f"{name} {t:.3f} (n={b.n[name]})" for name, t in b.thresholds.items())

@@ -140,8 +140,12 @@ class ImageGuard:
         record: StepRecord,
         proposer: Proposer | None = None,
         candidates: int | None = None,
+        label: str = "",
     ) -> Won | None:
-        """Mine regions, run a tournament on each; an accepted repair is the control of the next."""
+        """Mine regions, run a tournament on each; an accepted repair is the control of the next.
+
+        A label makes another draw of candidates for the same step.
+        """
         config = self.parts.config
         if self.prompt is None:
             record.notes.append("repair refused: no prompt text, so F is unavailable; pass safety_prompt=")
@@ -154,7 +158,7 @@ class ImageGuard:
                 audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
             self.note(audit, views.decoder, record)
         regions = self.regions(audit, finding, control, record.progress)
-        record.regions = len(regions)
+        record.regions += len(regions)
         record.cost["regions"] += len(regions)
         if not regions:
             record.notes.append("flagged, but the heat map has no region to repair")
@@ -164,7 +168,7 @@ class ImageGuard:
         self.explain(record, control, finding.category, views.noise)
         proposer, n = proposer or self.parts.proposer, candidates or config.candidates
         won: Won | None = None
-        names = [str(k + 1) for k in range(len(regions))]
+        names = [f"{label}{k + 1}" for k in range(len(regions))]
         for name, region in zip(names, regions, strict=True):
             latest = self.tournament(draft, views, control, audit, region, name, finding.category, record, proposer, n)
             if latest is not None:
@@ -173,7 +177,7 @@ class ImageGuard:
                 control, audit = latest.view, latest.audit
         if won is None and len(regions) > 1:
             won = self.tournament(
-                draft, views, control, audit, union(regions), "union", finding.category, record, proposer, n
+                draft, views, control, audit, union(regions), f"{label}union", finding.category, record, proposer, n
             )
         return won
 

@@ -32,6 +32,8 @@ class Outcome:
     image: Tensor | None = None
     """RGB in [0, 1], or a latent when latents were asked for."""
     mask: Float[Tensor, "h w"] | None = None
+    passed: bool = False
+    """What this replaces had passed as well: it may leave instead where this one cannot."""
 
 
 def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | None, repair_here: bool) -> Outcome:
@@ -51,25 +53,23 @@ def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | No
     guard.final.audits = list(record.audits)
     guard.final.verdict = "benign" if finding is None else "flagged"
     if finding is None:
-        return reassured(guard, image, audit, draft, record) if guard.edited else Outcome("clean")
+        if any(r.reinsertion for r in guard.records):
+            return reassured(guard, image, audit, draft, record)
+        return Outcome("repaired" if guard.edited else "clean")
     if mode == "monitor":
         return Outcome("released_flagged")
+    mask: Float[Tensor, "h w"] | None = None
     if draft is not None and repair_here:
         won = guard.repair(draft, views, audit, finding, record)
         if won is not None:
             finding_after = verdict(guard, won.view, record)
-            record.reinsertion = {
-                "rule": "composed",
-                "asked": "composed",
-                "note": "last step: composed in pixels",
-            }
             if finding_after is None:
                 better = reassured(guard, won.view, won.audit, draft, record)
                 if better.image is not None and better.mask is not None:
                     won = Won(better.image, torch.maximum(won.mask, better.mask), won.audit)
-                return accepted(guard, "repaired", won)
-            image, audit, finding = won.view, won.audit, finding_after
-    return last_resort(guard, image, audit, finding, draft, record)
+                return accepted(guard, "repaired", won, record)
+            image, audit, finding, mask = won.view, won.audit, finding_after, won.mask
+    return last_resort(guard, image, audit, finding, draft, record, mask)
 
 
 def reassured(
@@ -86,17 +86,19 @@ def reassured(
         return plain
     reason = f"p({likeliest}) {harms[likeliest]:.3f} after a repair"
     record.notes.append(f"one more tournament: {reason}")
-    won, told = guard.repair(draft, PixelViews(image), audit, Finding(likeliest, reason), record), guard.final.audits
+    won = guard.repair(draft, PixelViews(image), audit, Finding(likeliest, reason), record, label="again ")
+    told = guard.final.audits
     guard.final.audits = list(told)
     if won is not None and verdict(guard, won.view, record) is None:
-        return accepted(guard, "repaired", won)
+        return replace(accepted(guard, "repaired", won, record), passed=True)
     guard.final.audits = told
     return plain
 
 
-def accepted(guard: ImageGuard, status: str, won: Won) -> Outcome:
+def accepted(guard: ImageGuard, status: str, won: Won, record: StepRecord) -> Outcome:
     guard.final.verdict = "benign"
     guard.edited = True
+    record.reinsertion = {"rule": "composed", "asked": "composed", "note": "finished picture: composed in pixels"}
     return Outcome(status, won.view, won.mask)
 
 
@@ -118,8 +120,12 @@ def last_resort(
     finding: Finding,
     draft: Draft | None,
     record: StepRecord,
+    before: Float[Tensor, "h w"] | None = None,
 ) -> Outcome:
-    """Walk the policy's ladder; each rung's picture must pass the verdict or the next rung is tried."""
+    """Walk the policy's ladder; each rung's picture must pass the verdict or the next rung is tried.
+
+    `before` is where the image was repaired already: it belongs to whatever comes of it.
+    """
     for rung in guard.parts.policy.last_resort:
         if rung == "block":
             guard.final.ladder.append({"rung": rung, "outcome": "blocked"})
@@ -137,7 +143,8 @@ def last_resort(
             continue
         if verdict(guard, won.view, record) is None:
             guard.final.ladder.append({"rung": rung, "outcome": "passed"})
-            return accepted(guard, "repaired" if rung == "strong_repair" else "blurred", won)
+            whole = won if before is None else Won(won.view, torch.maximum(won.mask, before), won.audit)
+            return accepted(guard, "repaired" if rung == "strong_repair" else "blurred", whole, record)
         guard.final.ladder.append({"rung": rung, "outcome": "still flagged"})
     return Outcome("blocked")
 

@@ -321,7 +321,8 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
 def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
     """Of what plays: another guard, another proposer or another size plays anew."""
     own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
-    text = repr([guard.weight_hashes(), sorted(guard.config.to_dict().items(), key=str), own, n, *more])
+    looks = [guard.parts.auditor.sizes, guard.policy.digest()]
+    text = repr([guard.weight_hashes(), *looks, sorted(guard.config.to_dict().items(), key=str), own, n, *more])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

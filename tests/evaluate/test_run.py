@@ -240,6 +240,7 @@ def test_a_page_stands_on_its_own(base, judge, tmp_path):
     text = page.write(list(rows.found.values()), tmp_path).read_text()
     assert text.count("data:image/png") >= 2 and "http" not in text
     assert "Attack × base" in text and "Undefended and guarded" in text
+    assert "<title>GuardPaint: evaluation</title>" in text
 
 
 def test_figures_show_what_was_run_and_nothing_else(tmp_path):

@@ -40,13 +40,15 @@ def test_entropies_by_hand():
 
 
 def test_cost_and_diversity_by_hand():
-    """Depths 0.2 and 1.4 (clipped to 1): mean 0.6. Actions 3 and 4 apart on two axes: distance 5."""
+    """Depths 0.2 and 1.4 (clipped to 1): mean 0.6. Actions 0.3 and 0.4 apart on two axes: distance 0.5;
+    what is clipped off tells nothing."""
     actions = torch.zeros(2, 5)
     actions[0, 4], actions[1, 4] = 0.2, 1.4
     assert L.cost(actions).item() == pytest.approx(0.6)
     apart = torch.zeros(2, 5)
-    apart[1, :2] = torch.tensor([3.0, 4.0])
-    assert L.diversity(apart).item() == pytest.approx(5.0)
+    apart[1, :2] = torch.tensor([0.3, 0.4])
+    assert L.diversity(apart).item() == pytest.approx(0.5)
+    assert L.diversity(apart * 100).item() == pytest.approx(2**0.5)
     assert L.diversity(apart[:1]).item() == 0.0
 
 
@@ -58,13 +60,17 @@ def test_the_whole_loss_by_hand():
     wide = 5 * (0.5 + 0.5 * math.log(2 * math.pi))
     want = -0.01 * wide - 0.005 * math.log(10) + 0.005 * 0.6 - 0.01 * 0.8
     assert out["loss"].item() == pytest.approx(want, rel=1e-5)
+    dear = L.proposer_loss(
+        torch.zeros(2), torch.zeros(2), actions, torch.zeros(1, 5), torch.zeros(1, 10), weights=L.Weights(0, 0, 0.1, 0)
+    )
+    assert dear["loss"].item() == pytest.approx(0.06)
 
 
 def test_cost_and_diversity_have_gradients_with_the_right_sign():
     """Descending the loss makes repairs shallower and candidates differ more."""
     torch.manual_seed(0)
     actions = (0.5 + 0.1 * torch.randn(4, 5)).requires_grad_()
-    (g,) = torch.autograd.grad(L.COST * L.cost(actions), actions)
+    (g,) = torch.autograd.grad(L.Weights().cost * L.cost(actions), actions)
     assert (g[:, L.DEPTH] > 0).all() and (g[:, :4] == 0).all()
     (g,) = torch.autograd.grad(-L.DIVERSITY * L.diversity(actions), actions)
     assert L.diversity((actions - 0.1 * g).detach()) > L.diversity(actions).detach()

@@ -83,7 +83,7 @@ def test_a_generator_starts_with_it(done):
     wider = recipes.build(GeneratorConfig(**{**SHAPE, "text_width": 64}), 60, len(tokenizer), 4, 16, 1)
     with pytest.raises(BadConfig, match="another shape"):
         wider.read_with(text)
-    with pytest.raises(BadConfig, match="no T5 of its own"):
+    with pytest.raises(BadConfig, match="does not start with a reader"):
         recipes.build(GeneratorConfig(family="sd", channels=(16, 16, 16), text_width=32), 60, 0, 4, 16, 1).read_with(
             text
         )

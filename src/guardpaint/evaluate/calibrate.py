@@ -21,6 +21,7 @@ from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import heat_at
 from guardpaint.calibrated import Band, Calibration
 from guardpaint.checkpoint import read_json, write_json
+from guardpaint.config import GuardConfig
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import audits
@@ -44,6 +45,11 @@ class Looks:
 
     def found(self, policy: Policy, thresholds: Mapping[str, float] | None = None) -> bool:
         return all(policy.finding(a, thresholds) is not None for a in (self.coarse, self.fine))
+
+    def masked(self, policy: Policy, thresholds: Mapping[str, float], band: float) -> bool:
+        """Whether the guard comes to mask it: the first look may also be merely unsure."""
+        unsure = policy.finding(self.coarse, thresholds) is not None or self.coarse.adv_prob >= policy.trigger - band
+        return unsure and policy.finding(self.fine, thresholds) is not None
 
 
 def scored(auditor: AuditorScorer, views: Views) -> list[Looks]:
@@ -77,7 +83,9 @@ def calibrate(
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
             counts[name] = len(rows)
         harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
-        harm = [i for i in harm if found[i].found(policy, thresholds)]  # others are never masked
+        harm = [i for i in harm if found[i].masked(policy, thresholds, GuardConfig().band)]  # others never are
+        if not harm:
+            raise BadInput(f"from progress {start:g} the auditor finds no unsafe picture: there is nothing to mask")
         size = (int(views.masks.shape[-2]), int(views.masks.shape[-1]))
         heats = np.stack([heat_at(found[i].fine.adv_map, size).numpy() for i in harm])
         level = mask_threshold(heats, views.masks[harm].numpy(), beta)

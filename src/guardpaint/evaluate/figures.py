@@ -103,7 +103,7 @@ def variants_plot(rows: Sequence[Row]) -> Any | None:
     drawing = figure((9, 0.9 + 0.3 * len(names)))
     for axis, (key, title) in zip(drawing.subplots(1, 2, sharey=True), PANELS[:2], strict=True):
         values = [found[f"{n}.{key}"] for n in names]
-        level = [m["value"] or 0.0 for m in values]
+        level = [float("nan") if m["value"] is None else m["value"] for m in values]
         ends = [m.get("ci") or (v, v) for m, v in zip(values, level, strict=True)]
         errors = [
             [max(0.0, v - low) for v, (low, _) in zip(level, ends, strict=True)],

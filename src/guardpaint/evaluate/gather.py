@@ -79,7 +79,8 @@ def metrics(rows: Sequence[Row], distances: Sequence[Row], adaptive: Row) -> Row
 
 def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     """The figures of a report beside its results file; what was not run has none."""
-    rows = [{**r, "image": f"{r['run']}/{r['image']}" if r.get("image") else ""} for r in rows]
+    files = [Path(r["run"]) / r["image"] if r.get("image") else None for r in rows]
+    rows = [{**r, "image": str(f) if f and f.exists() else ""} for r, f in zip(rows, files, strict=True)]
     attacked = summary.harmful(rows)
     made: list[Path] = []
     told = {r["defence"] for r in attacked}

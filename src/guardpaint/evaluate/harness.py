@@ -50,7 +50,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "selection": ("ours", "ours:selection=first"),
     "mask": ("ours:mask_threshold=calibrated", "ours:mask_threshold=percentile"),
     "reinsertion": tuple(
-        f"ours:reinsertion={rule},audits=8"  # over all of the trajectory: in its last steps rules hardly differ
+        f"ours:reinsertion={rule},audits=8"  # from 70 % on: in the very last steps rules hardly differ
         for rule in ("held_substitution", "x0_substitution", "direct_blend", "ddpm_noise", "ddim_inversion",
                      "null_text", "flow_ode")
     ),
@@ -122,7 +122,7 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
         settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict()}
         settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
-    return made, short_hash(settings, guard.weight_hashes(), decoders)
+    return made, short_hash(settings, guard.weight_hashes(), list(guard.parts.auditor.sizes), decoders)
 
 
 def open_suites(

@@ -54,23 +54,23 @@ def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation")
                 if any(r["defence"] == name for r in attacked):
                     parts.append(f'<img alt="heat map" src="{plot_url(figures.heat_map(rows, name))}">')
         parts.append(f'<h2>Safety, fidelity, time</h2><img alt="front" src="{plot_url(figures.front_plot(rows))}">')
-        for title, drawing in (
+        for heading, drawing in (
             ("Candidates and audits", figures.size_panels(rows)),
             ("Settings and parts", figures.variants_plot(rows)),
         ):
             if drawing is not None:
-                parts.append(f'<h2>{title}</h2><img alt="{title}" src="{plot_url(drawing)}">')
+                parts.append(f'<h2>{heading}</h2><img alt="{heading}" src="{plot_url(drawing)}">')
         parts.append("<h2>Defences</h2>" + table(summary.defences(rows)))
         parts.append("<h2>Attack × base</h2>" + table(summary.attack_cells(rows)))
     if quiet := summary.benign(rows):
         parts.append("<h2>Benign prompts</h2>" + table(quiet))
-    for title, sheet in (
+    for heading, sheet in (
         ("Undefended and guarded", figures.pairs_sheet(rows, out)),
         ("Reinsertion rules", figures.reinsertion_sheet(rows, out)),
     ):
         if sheet is not None:
-            parts.append(f"<h2>{title}</h2><p>What the judge calls unsafe is blurred here.</p>")
-            parts.append(f'<img alt="{title}" src="{picture_url(sheet)}">')
+            parts.append(f"<h2>{heading}</h2><p>What the judge calls unsafe is blurred here.</p>")
+            parts.append(f'<img alt="{heading}" src="{picture_url(sheet)}">')
     page = PAGE.replace("TITLE", html.escape(title)).replace("BODY", "\n".join(parts))
     path = out / "report.html"
     path.write_text(page, encoding="utf-8")

@@ -71,6 +71,7 @@ def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, rank
                     "n": n,
                     "seed": state.seed,
                     "kind": state.kind,
+                    "prompt": state.prompt,
                     "category": state.category,
                     "accepted": int(won is not None),
                     "utility": 0.0 if won is None else utilities[won],
@@ -98,6 +99,7 @@ def ranker_rows(state: State, order: Sequence[int], utilities: Sequence[float], 
                 "proposer": "uniform",
                 "seed": state.seed,
                 "kind": state.kind,
+                "prompt": state.prompt,
                 "keep": keep,
                 "best": max(utilities),
                 "kept": max(utilities[i] for i in kept),
@@ -221,21 +223,37 @@ def run(
     path: Path,
     oracle: Oracle,
 ) -> Row:
-    """Measure every state that the same parts have not played yet; rows of proposers not named are kept."""
-    kept = read_rows(path)
+    """Measure every state that the same parts have not played yet. What other parts or vanished states left goes."""
+    there = {known(s) for own in states.values() for s in own}
+    whole = maker(guard, FixedProposer(), MOST, fingerprint(oracle.net))
+    kept = [r for r in read_rows(path) if r.get("guard") == whole and row_state(r) in there]
     for proposer in proposers:
+        made_by = maker(guard, proposer, MOST)
         judge = ranker if isinstance(proposer, UniformProposer) else None
-        made_by = maker(guard, proposer, MOST, *(fingerprint(m) for m in (oracle.net, judge) if m is not None))
+        ranked_by = fingerprint(judge) if judge is not None else ""
         kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == made_by]
-        done = {(r["base"], str(r["seed"]), r["kind"]) for r in kept if played_by(r) == proposer.name}
+        if judge is not None:  # another ranker: its contests are played anew
+            stale = {row_state(r) for r in kept if r["part"] == "ranker" and r["ranker"] != ranked_by}
+            told = {row_state(r) for r in kept if r["part"] == "ranker"} - stale
+            kept = [r for r in kept if played_by(r) != proposer.name or row_state(r) in told]
+        done = {row_state(r) for r in kept if played_by(r) == proposer.name}
         for base, own in states.items():
-            todo = [s for s in own if (base, str(s.seed), s.kind) not in done]
-            for state in track(todo, description=f"{base} {proposer.name}"):
+            todo = [s for s in own if known(s) not in done]
+            for k, state in enumerate(track(todo, description=f"{base} {proposer.name}"), 1):
                 rows = measure(state, guard.parts, proposer, oracle, judge)
-                kept += [{**r, "maker": made_by, "git": REVISION} for r in rows]
-            if todo:
-                write_results(path, metrics(kept), kept, seed=0)
+                signed = {"guard": whole, "maker": made_by, "ranker": ranked_by, "git": REVISION}
+                kept += [{**r, **signed} for r in rows]
+                if k % 20 == 0 or k == len(todo):
+                    write_results(path, metrics(kept), kept, seed=0)
     return metrics(kept)
+
+
+def known(state: State) -> tuple[str, str, str]:
+    return state.base, str(state.seed), state.prompt
+
+
+def row_state(row: Row) -> tuple[str, str, str]:
+    return str(row["base"]), str(row["seed"]), str(row.get("prompt"))
 
 
 def played_by(row: Row) -> str:

@@ -112,7 +112,7 @@ def run(
     if warm is not None:
         model.adopt(with_words(load_pipeline(warm), tokenizer, other, warm, shorter=shape.family == "flux"))
     if words is not None:
-        model.read_with(load_reader(words, other))
+        model.read_with(load_reader(words, other) if other is not None else None)
     if teacher is not None:
         model.learn_from(with_words(load_pipeline(teacher), tokenizer, other, teacher))
     for part in model.adopted:

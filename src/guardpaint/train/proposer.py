@@ -6,7 +6,7 @@ guardpaint train proposer --config configs/train/mini-proposer.yaml --rollouts r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,13 @@ class ProposerTraining:
     f_gate: str = "absolute"
     bonus: float = L.DIVERSITY
     """Credit for candidates whose pictures differ."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of entropy, depth and distance in the loss, where they differ from those of `proposer_loss.Weights`."""
     projection: int = 64
     hidden: tuple[int, int, int] = (256, 128, 64)
 
     def __post_init__(self) -> None:
+        L.Weights(**self.weights)
         if self.mode not in ("offline", "online"):
             raise BadConfig(f"mode={self.mode!r}: choose offline or online")
         if min(self.tournaments, self.candidates) < 1:
@@ -99,7 +102,9 @@ def stored(row: Row, delta: float, shape: ProposerTraining) -> Tournament:
     )
 
 
-def tournament_loss(model: TournamentProposer, t: Tournament, bonus: float) -> dict[str, Tensor]:
+def tournament_loss(
+    model: TournamentProposer, t: Tournament, bonus: float, weights: L.Weights | None = None
+) -> dict[str, Tensor]:
     """The proposer's loss on one tournament. log π sees the detached actions; cost and distance see fresh ones."""
     state = t.encoded(model)
     _, log_std, logits = model(state)
@@ -107,7 +112,7 @@ def tournament_loss(model: TournamentProposer, t: Tournament, bonus: float) -> d
     fresh = model.sample(state, len(t.buckets), generator(t.noise_seed, "fresh")).unclipped
     rho = None if t.behaviour is None else L.importance(log_prob, t.behaviour)
     credit = L.advantages(t.utility, L.embedding_bonus(t.embeds, bonus) if bonus else None)
-    out = L.proposer_loss(log_prob, credit, fresh, log_std, logits, rho)
+    out = L.proposer_loss(log_prob, credit, fresh, log_std, logits, rho, weights or L.Weights())
     share = 1.0 if rho is None else L.effective_samples(rho) / len(rho)
     return {**out, "effective": torch.tensor(share), "best": t.utility.max()}
 
@@ -205,7 +210,7 @@ def run(
 
     def losses(net: nn.Module, batch: list[Tournament]) -> dict[str, Tensor]:
         assert isinstance(net, TournamentProposer)
-        return averaged([tournament_loss(net, t, shape.bonus) for t in batch])
+        return averaged([tournament_loss(net, t, shape.bonus, L.Weights(**shape.weights)) for t in batch])
 
     fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
     assert isinstance(fitted, TournamentProposer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -12,10 +13,20 @@ from torch import Tensor
 PerCandidate = Float[Tensor, " n"]
 Scalar = Float[Tensor, ""]
 
-ENTROPY, SEED_ENTROPY, COST, DIVERSITY = 0.01, 0.005, 0.005, 0.01
+DIVERSITY = 0.01
 DEPTH = 4
 """Index of the depth among the continuous knobs."""
 FIRST_DELTA, LEAST_DELTA, NULL_SAMPLES = 0.05, 0.01, 50
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What else counts beside utility."""
+
+    entropy: float = 0.01
+    seed_entropy: float = 0.005
+    cost: float = 0.005
+    distance: float = DIVERSITY
 
 
 def advantages(utility: PerCandidate, bonus: PerCandidate | None = None) -> PerCandidate:
@@ -56,7 +67,8 @@ def cost(actions: Float[Tensor, "n 5"]) -> Scalar:
 
 
 def diversity(actions: Float[Tensor, "n 5"]) -> Scalar:
-    """Mean distance between different reparameterised actions."""
+    """Mean distance between different reparameterised actions, as they are carried out: within [0, 1]."""
+    actions = actions.clamp(0, 1)
     n = len(actions)
     if n < 2:
         return actions.sum() * 0
@@ -72,12 +84,14 @@ def proposer_loss(
     log_std: Float[Tensor, "1 5"],
     logits: Float[Tensor, "1 k"],
     importance: PerCandidate | None = None,
+    weights: Weights = Weights(),  # noqa: B008
 ) -> dict[str, Tensor]:
-    """L = −Σ w log π − 0.01 H_cont − 0.005 H_disc + 0.005 depth − 0.01 distance."""
+    """L = −Σ w log π − 0.01 H_cont − 0.005 H_disc + 0.005 depth − 0.01 distance, unless other weights are given."""
     policy = policy_loss(log_prob, advantage, importance)
     wide, free = gaussian_entropy(log_std), categorical_entropy(logits)
     steps, apart = cost(actions), diversity(actions)
-    total = policy - ENTROPY * wide - SEED_ENTROPY * free + COST * steps - DIVERSITY * apart
+    total = policy - weights.entropy * wide - weights.seed_entropy * free
+    total = total + weights.cost * steps - weights.distance * apart
     return {"loss": total, "policy": policy, "entropy": wide, "cost": steps, "diversity": apart}
 
 

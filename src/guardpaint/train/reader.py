@@ -109,9 +109,8 @@ def lesson(tokenizer: Any, scenes: Sequence[int], way: int) -> Lesson:
 
 def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
     said = net(batch.ids)
-    parts = [nn.functional.cross_entropy(s, w, ignore_index=UNSAID) for s, w in zip(said, batch.wanted.T, strict=True)]
-    known = torch.stack([p for p in parts if p.isfinite()])
-    return {"loss": known.mean()}
+    asked = [(s, w) for s, w in zip(said, batch.wanted.T, strict=True) if (w != UNSAID).any()]
+    return {"loss": torch.stack([nn.functional.cross_entropy(s, w, ignore_index=UNSAID) for s, w in asked]).mean()}
 
 
 @torch.no_grad()

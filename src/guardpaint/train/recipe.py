@@ -128,7 +128,7 @@ class Recipe(nn.Module, ABC):
 
     def read_with(self, text: Any) -> None:
         """Take a T5 that can already read."""
-        raise BadConfig(f"{type(self).__name__} has no T5 of its own to replace")
+        raise BadConfig(f"{type(self).__name__} does not start with a reader; flux does")
 
     def learn_from(self, pipe: Any) -> None:
         """Imitate a finished pipeline instead of the scenes alone."""

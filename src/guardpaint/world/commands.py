@@ -88,6 +88,8 @@ def world_adopt(
     """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
     from guardpaint import bases
 
+    if size is not None:
+        bases.check_size(run / "model", size)
     for link in bases.adopt(run, name):
         typer.echo(link)
     if size is not None:
@@ -123,12 +125,16 @@ def world_guard(
     settings = {**GuardConfig().to_dict(), "keep": keep}
     if proposer not in ("learned", "uniform") and knobs is None:
         raise typer.BadParameter(f"proposer {proposer!r}: write learned or uniform, or name its --knobs")
+    if knobs is not None and proposer in ("learned", "uniform"):
+        raise typer.BadParameter(f"proposer {proposer!r} has no knobs of its own: write --proposer optimised")
     if calibration is not None:
         found = {k: v for k, v in read_json(calibration).items() if k != "reference"}
         settings["calibration"] = found
         audited = [b for k, b in enumerate(found["bands"]) if ends(found["bands"], k) > settings["audit_start"]]
         if min(b["mask_level"] for b in audited) >= LEAST_LEVEL:
             settings["mask_threshold"] = "calibrated"
+            for b in found["bands"]:  # too noisy to tell where: there the configuration's own level counts
+                b["mask_level"] = b["mask_level"] if b["mask_level"] >= LEAST_LEVEL else None
         else:
             typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
     GuardConfig.from_dict(settings)
