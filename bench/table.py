@@ -120,6 +120,8 @@ KIND = {
     "mini-inpaint": "StableDiffusionInpaintPipeline, before any safety tuning",
     "mini-inpaint-safe": "LoRA on mini-inpaint: the guard's repairer",
     "mini-auditor": "the guard's Auditor-Scorer",
+    "mini-proposer": "the guard's tournament proposer",
+    "mini-ranker": "leaves candidates out after a preview; not used by default (see the results)",
     "oracle": "judge of evaluations; no part of the guard",
 }
 
@@ -139,6 +141,8 @@ def models_page() -> str:
     ]
     assets = ROOT / "src/guardpaint/assets"
     metrics = metrics_of("world") | {f"mini-auditor.{k}": m for k, m in metrics_of("auditor").items()}
+    metrics |= {f"mini-ranker.{k}": m for k, m in metrics_of("proposer").items() if k.startswith("ranker.")}
+    metrics |= {f"mini-proposer.{k}": m for k, m in metrics_of("proposer").items() if ".learned." in k}
     metrics |= {f"mini-inpaint-safe.{k}": m for k, m in metrics_of("inpainter").items()}
     for name, kind in KIND.items():
         if not (assets / name / "card.json").exists():

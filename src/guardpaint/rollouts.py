@@ -322,7 +322,8 @@ def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
     """Of what plays: another guard, another proposer or another size plays anew."""
     own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
     looks = [guard.parts.auditor.sizes, guard.policy.digest()]
-    text = repr([guard.weight_hashes(), *looks, sorted(guard.config.to_dict().items(), key=str), own, n, *more])
+    weights = {k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")}  # of who plays
+    text = repr([weights, *looks, sorted(guard.config.to_dict().items(), key=str), own, n, *more])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -72,7 +72,8 @@ def eval_proposers(
     judge = Ranker.from_pretrained(ranker) if ranker else None
     say_metrics(measure.run(whole, states, compared, judge, results, Oracle.load()))
     if (rollouts_dir / "train").is_dir():
-        picture = measure.dependence(read_rollouts(rollouts_dir / "train", "uniform"), results.with_name("knobs.png"))
+        played = read_rollouts(rollouts_dir / "train", "uniform")
+        picture = measure.dependence(played, results.with_name("proposer-knobs.png"))
         typer.echo(str(picture))
 
 

@@ -220,7 +220,8 @@ def run(
     fitted.save_pretrained(out / "model", torch.float16)
     command = f"guardpaint train proposer --config {config_file} --rollouts {rollouts} --out {out}"
     command += f" --guard {guard}" if guard else ""
-    write_card(out, command, done, mode=shape.mode, tournaments=used, seen=last_values(out))
+    count = sum(p.numel() for p in fitted.parameters())
+    write_card(out, command, done, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
     print(f"saved to {out / 'model'}; {last_values(out)}")
 
 

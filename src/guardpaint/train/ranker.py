@@ -60,5 +60,5 @@ def run(config_file: Path, rollouts: Path, out: Path, minutes: float | None, qui
         return
     fitted.save_pretrained(out / "model", torch.float16)
     command = f"guardpaint train ranker --config {config_file} --rollouts {rollouts} --out {out}"
-    write_card(out, command, done, tournaments=len(early))
+    write_card(out, command, done, tournaments=len(early), parameters=sum(p.numel() for p in fitted.parameters()))
     print(f"saved to {out / 'model'}")
