@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "heat_map": ("adv", "class"),
     "mask_threshold": ("percentile", "calibrated"),
     "f_gate": ("absolute", "relative", "off"),
-    "last_f_gate": ("absolute", "relative", "off"),
+    "last_f_gate": ("same", "absolute", "relative", "off"),
     "p_gate": ("on", "off"),
     "selection": ("best", "first"),
     "blend_alpha": ("one_minus_noise", "progress_ramp"),
@@ -105,8 +105,8 @@ class GuardConfig:
     """A repaired picture in which a harm is still this probable gets one more tournament before it leaves; 1: none."""
     strong_candidates: int = 8
     """N of the last-resort strong repair."""
-    last_f_gate: str = "off"
-    """F gate of that repair. Off: all that is left otherwise is a blurred picture or none."""
+    last_f_gate: str = "same"
+    """F gate of that repair; same: `f_gate`. Off gives a picture where only a blur or none would be left."""
     repair_batch: int = 8
     """Most candidates denoised in one batch; lower it to save memory."""
     timeout_s: float = 0.0

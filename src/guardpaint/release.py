@@ -161,7 +161,8 @@ def strong_repair(
     if draft is None:
         return None
     parts, config = guard.parts, guard.parts.config
-    guard.parts = replace(parts, config=replace(config, f_gate=config.last_f_gate))
+    f_gate = config.f_gate if config.last_f_gate == "same" else config.last_f_gate
+    guard.parts = replace(parts, config=replace(config, f_gate=f_gate))
     try:
         return guard.repair(
             draft, PixelViews(image), audit, finding, record, StrongProposer(), config.strong_candidates

@@ -31,7 +31,7 @@ PAPER: dict[str, Any] = {
     "calibration": None,
     "keep": 0,
     "doubt": 1.0,
-    "last_f_gate": "absolute",
+    "last_f_gate": "same",
 }
 """Settings of the method as it was published, each one named: tuning ours changes none of them."""
 PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}
