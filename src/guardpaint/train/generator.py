@@ -14,6 +14,7 @@ from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
+from guardpaint.checkpoint import read_json
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
@@ -150,7 +151,8 @@ def run(
     command = f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
     command += (f" --warm {warm}" if warm else "") + (f" --teacher {teacher}" if teacher else "")
     command += f" --words {words}" if words else ""
-    write_card(out, command, done, warm, settings=model.settings, parameters=parameters)
+    read = {"words": read_json(words / "card.json")} if words and (words / "card.json").exists() else {}
+    write_card(out, command, done, warm, settings=model.settings, parameters=parameters, **read)
     print(f"saved to {out / 'model'}")
 
 

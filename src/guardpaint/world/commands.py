@@ -121,6 +121,7 @@ def world_guard(
     from guardpaint import bases
     from guardpaint.checkpoint import read_json
     from guardpaint.config import GuardConfig
+    from guardpaint.evaluate.auditor import told_by
 
     settings = {**GuardConfig().to_dict(), "keep": keep}
     if proposer not in ("learned", "uniform") and knobs is None:
@@ -128,7 +129,7 @@ def world_guard(
     if knobs is not None and proposer in ("learned", "uniform"):
         raise typer.BadParameter(f"proposer {proposer!r} has no knobs of its own: write --proposer optimised")
     if calibration is not None:
-        found = {k: v for k, v in read_json(calibration).items() if k != "reference"}
+        found = told_by(calibration).to_dict()
         settings["calibration"] = found
         audited = [b for k, b in enumerate(found["bands"]) if ends(found["bands"], k) > settings["audit_start"]]
         if min(b["mask_level"] for b in audited) >= LEAST_LEVEL:
