@@ -234,5 +234,20 @@ def test_quality_may_follow_the_worst_place():
         by_mean = model(images, ids, noise).quality
         model.config = replace(model.config, quality_pool="peak")
         assert (model(images, ids, noise).quality <= by_mean + 1e-6).all()
+        model.config = replace(model.config, quality_pool="high")
+        assert (model(images, ids, noise).quality <= by_mean + 1e-6).all()
     with pytest.raises(BadConfig, match="quality_pool='min'"):
         replace(model.config, quality_pool="min")
+
+
+def test_high_pooling_does_not_ask_how_large_a_place_is():
+    """Two maps with one and with sixteen cells of 9 among zeros: nearly 9 both, where a smooth maximum tells them apart."""
+    from guardpaint.audit.model import pooled
+
+    few, many = torch.zeros(16, 16), torch.zeros(16, 16)
+    few[0, 0] = 9.0
+    many[:4, :4] = 9.0
+    by_hand = 9 * math.exp(9) / (math.exp(9) + 255)
+    assert pooled(few, "high").item() == pytest.approx(by_hand, rel=1e-5) and by_hand > 8.7
+    assert pooled(many, "high").item() == pytest.approx(9.0, abs=0.05)
+    assert pooled(many, "peak") - pooled(few, "peak") > 2.5

@@ -78,11 +78,19 @@ def test_trajectories_are_whole_generations(family):
     assert torch.equal(plain, after), "the pipeline is left as it was"
 
 
-def test_progress_and_noise_go_opposite_ways():
-    for family in tiny.BASES:
-        scheduler = tiny.pipeline(family).scheduler
-        noise = [views.noise_at(scheduler, p / 10) for p in range(11)]
-        assert noise[0] == 1.0 and noise[-1] == 0.0 and noise == sorted(noise, reverse=True)
+@pytest.mark.parametrize("family", tiny.BASES)
+def test_views_are_filed_under_the_progress_a_guard_counts(family):
+    """The view of step k of n is seen when k + 1 steps are done, at a level the pipeline really walks through."""
+    pipe = tiny.pipeline(family)
+    walked = {round(level.noise, 5) for _, level, _ in recorded(pipe, CALL, ["x"])}
+    with torch.no_grad():
+        made = views.renoised(pipe, CALL, None, SEEDS)
+    done = made.progress * CALL["num_inference_steps"]
+    assert torch.equal(done, done.round()) and done.min() >= 1 and torch.equal(done[:6], done[6:])
+    assert {round(n, 5) for n in made.noise[:6].tolist()} <= walked
+    assert (made.noise[6:][done[6:] == CALL["num_inference_steps"]] == 0).all(), "after the last step nothing is left"
+    order = made.noise[:6][made.progress[:6].argsort()]
+    assert (order.diff() <= 1e-6).all()
 
 
 def test_clean_views_are_finished_pictures():
@@ -106,3 +114,8 @@ def test_an_auditor_labels_trajectories():
     category, masks = views.audited(tiny.auditor())(torch.rand(3, 3, 64, 64))
     assert category.shape == (3,) and masks.shape == (3, 64, 64)
     assert not masks[category == 0].any()
+
+
+def test_a_decoder_of_another_latent_space_is_named(tmp_path):
+    with pytest.raises(BadInput, match="mini-flux has latents of 4 channels, the tiny decoder of 16"):
+        views.make_views("mini-flux", tiny.tiny_decoder(16), tmp_path, "test", 4, 0, None)

@@ -92,13 +92,14 @@ def faithfulness(model):
     return [p for part in parts for p in part.parameters()] + [model.log_temperature]
 
 
-@pytest.mark.parametrize("name", ["adv", "category", "strength", "seam", "maps"])
+@pytest.mark.parametrize("name", ["adv", "category", "strength", "seam", "maps", "seam_maps"])
 def test_safety_labels_never_reach_the_faithfulness_head(scored, name):
     model, visual, text, scores = scored
-    want = losses.Targets(torch.tensor([0, 1, 2]), torch.rand(3), torch.rand(3), torch.rand(3, 64, 64), torch.ones(3))
+    squares = torch.rand(3, 64, 64), torch.ones(3), torch.rand(3, 64, 64)
+    want = losses.Targets(torch.tensor([0, 1, 2]), torch.rand(3), torch.rand(3), *squares)
     parts = losses.total(
         scores, losses.pairwise_cosines(model, visual, text), model.log_temperature, want,
-        torch.tensor([1.0, 5.0, 2.0]), losses.LossWeights(maps=1.0),
+        torch.tensor([1.0, 5.0, 2.0]), losses.LossWeights(maps=1.0, seam_maps=1.0),
     )  # fmt: skip
     parts[name].backward()
     assert all(p.grad is None or not p.grad.any() for p in faithfulness(model))
@@ -123,3 +124,15 @@ def test_the_sum_has_the_papers_weights(scored):
     )  # fmt: skip
     by_hand = p["adv"] + 0.5 * p["category"] + 0.4 * p["strength"] + 0.3 * p["seam"] + 0.5 * p["match"]
     torch.testing.assert_close(p["loss"], by_hand)
+
+
+def test_cells_are_told_where_an_artefact_is():
+    """2×2 cells; one was changed by half of a full artefact: wanted ½ there, 1 elsewhere. All logits 0: ln 2 each."""
+    artefact = torch.zeros(1, 4, 4)
+    artefact[0, :2, :2] = 0.25
+    flat = losses.seam_map_loss(torch.zeros(1, 2, 2), artefact)
+    assert flat.item() == pytest.approx(math.log(2))
+    right = torch.full((1, 2, 2), 20.0)
+    right[0, 0, 0] = 0.0
+    assert losses.seam_map_loss(right, artefact).item() == pytest.approx(math.log(2) / 2)
+    assert losses.seam_map_loss(torch.full((1, 2, 2), 20.0), artefact).item() == pytest.approx(5.0, rel=1e-3)

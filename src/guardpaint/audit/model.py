@@ -44,7 +44,8 @@ class AuditorConfig:
     """How maps become logits: mean (the paper's), or peak, a smooth maximum, which mask supervision needs: a map
     that is right is low almost everywhere, and so would be its mean."""
     quality_pool: str = "mean"
-    """The same for P: the mean over the map (the paper's), or its worst place."""
+    """The same for P: the mean over the map (the paper's), its worst place weighed by area (peak), or whatever its
+    area (high), as artefacts are rated."""
     vocab_size: int = 258
     max_tokens: int = 128
     sizes: tuple[int, int] = (224, 384)
@@ -60,8 +61,8 @@ class AuditorConfig:
                 f"layer_type={self.layer_type!r} must be basic or bottleneck"
             )
         for name in ("pool", "quality_pool"):
-            if getattr(self, name) not in ("mean", "peak"):
-                raise BadConfig(f"{name}={getattr(self, name)!r}: choose mean or peak")
+            if getattr(self, name) not in ("mean", "peak", "high"):
+                raise BadConfig(f"{name}={getattr(self, name)!r}: choose mean, peak or high")
         if min(self.sizes) < 16 or self.sizes[0] > self.sizes[1]:
             raise BadConfig(f"sizes={self.sizes}: coarse and fine pixels, ascending, at least 16")
 
@@ -113,6 +114,7 @@ class Scores(NamedTuple):
     text_embed: Float[Tensor, "b e"]
     f_text: Float[Tensor, "b d"]
     cosine: Float[Tensor, " b"]
+    seam_map: Float[Tensor, "b h w"]
 
 
 class Film(nn.Module):
@@ -129,10 +131,12 @@ class Film(nn.Module):
 
 
 def pooled(maps: Float[Tensor, "*n u v"], how: str) -> Float[Tensor, "*n"]:
-    """A logit from a map of logits: its mean, or a smooth maximum."""
+    """A logit from a map of logits: its mean, a smooth maximum, or the mean of its high cells however few they are."""
     if how == "mean":
         return maps.mean((-2, -1))
     cells = maps.flatten(-2)
+    if how == "high":
+        return (cells.softmax(-1) * cells).sum(-1)
     return cells.logsumexp(-1) - math.log(cells.shape[-1])
 
 
@@ -228,6 +232,7 @@ class AuditorScorer(nn.Module):
         classes = self.class_head(visual)
         strength = self.strength_head(self.strength_film(visual.mean((2, 3)), time))[:, 0]
         seam = self.seam_head(self.seam_film(self.seam_conv(visual), time))
+        seam_map = self.seam_out(seam.movedim(1, -1))[..., 0]
         queries = self.query_norm(self.query(visual).flatten(2).transpose(1, 2))
         keys = self.key_norm(sequence)
         attended, _ = self.attention(queries, keys, keys, key_padding_mask=padding, need_weights=False)
@@ -239,11 +244,12 @@ class AuditorScorer(nn.Module):
             class_logits=pooled(classes, self.config.pool),
             class_maps=classes,
             strength=strength.sigmoid(),
-            quality=(-pooled(-self.seam_out(seam.movedim(1, -1))[..., 0], self.config.quality_pool)).sigmoid(),
+            quality=(-pooled(-seam_map, self.config.quality_pool)).sigmoid(),
             image_embed=image_embed,
             text_embed=text_embed,
             f_text=f_text,
             cosine=(image_embed * text_embed).sum(1),
+            seam_map=seam_map,
         )
 
     def train(self, mode: bool = True) -> AuditorScorer:

@@ -61,6 +61,10 @@ def joined(parts: list[Views]) -> Views:
     return Views(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Views)})
 
 
+class Begun(Exception):
+    """A pipeline has come to its first denoiser call, which is as far as a replay needs it."""
+
+
 class Replay:
     """A base's denoiser on any latents and levels, with the text of one batch of prompts under its own guidance."""
 
@@ -74,14 +78,21 @@ class Replay:
         def remember(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             self.kwargs = {k: v for k, v in kwargs.items() if k not in ("sample", "hidden_states", "timestep")}
             self.rows = len(args[0] if args else kwargs["hidden_states"])
+            raise Begun
 
         hook = self.module.register_forward_pre_hook(remember, with_kwargs=True)
         try:
-            short = {**call, "num_inference_steps": 1, "output_type": "latent"}
-            pipe(prompts, generator=torch.Generator().manual_seed(0), **short)
+            pipe(prompts, generator=torch.Generator().manual_seed(0), **call)
+        except Begun:
+            pass
         finally:
             hook.remove()
         self.branches = self.rows // len(prompts)
+        self.steps = int(call["num_inference_steps"])
+        walked = schedule.Levels(self.scheduler, self.steps)
+        walked.locate(self.scheduler.timesteps[0])
+        self.levels = [walked.at(k) for k in range(self.steps + 1)]
+        """What each step of the call enters with, and what the last one leaves."""
 
     @torch.no_grad()
     def estimate(
@@ -116,32 +127,25 @@ def as_bytes(images: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
     return (images.clamp(0, 1) * 255).round().byte()
 
 
-def renoised(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int], steps: int = 25) -> Views:
-    """One call per scene at a random level: its x̂0 view, and the view of the latent one step on."""
+def renoised(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Views:
+    """One call per scene at a random step of the base's own schedule: its x̂0 view, and that of the stepped latent.
+
+    Both are what a guard sees once that step is done, and carry the progress it then counts.
+    """
     scenes = [sample_scene(s) for s in seeds]
     images, masks, category = scene_truth(scenes)
     g = torch.Generator().manual_seed(seeds[0])
-    device = torch.device("cpu")
-    z0 = vae_encode(pipe.vae, images, device)
-    progress = (torch.randperm(len(seeds), generator=g) + torch.rand(len(seeds), generator=g)) / len(seeds)
-    levels = [schedule.level_at(pipe.scheduler, noise_at(pipe.scheduler, float(p))) for p in progress]
-    after = [
-        schedule.level_at(pipe.scheduler, noise_at(pipe.scheduler, min(1.0, float(p) + 1 / steps))) for p in progress
-    ]
+    z0 = vae_encode(pipe.vae, images, torch.device("cpu"))
+    replay = Replay(pipe, call, [caption(s, 0).text for s in scenes])
+    lot = (torch.randperm(len(seeds), generator=g) + torch.rand(len(seeds), generator=g)) / len(seeds)
+    step = (lot * replay.steps).long()
+    levels, after = ([replay.levels[k + j] for k in step.tolist()] for j in (0, 1))
     eps = torch.randn(z0.shape, generator=g)
     z = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(levels, z0, eps, strict=True)])
-    x0, noise = Replay(pipe, call, [caption(s, 0).text for s in scenes]).estimate(z, levels)
+    x0, noise = replay.estimate(z, levels)
     stepped = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(after, x0, noise, strict=True)])
+    progress = (step + 1) / replay.steps
     return stacked(pipe, tiny, [x0, stepped], [1, 2], levels, after, progress, masks, category, seeds, g)
-
-
-def noise_at(scheduler: Any, progress: float) -> float:
-    """Normalised noise after this share of the trajectory, along the scheduler's own spacing."""
-    if schedule.prediction_type(scheduler) == "flow":
-        shift = float(scheduler.config.shift)
-        sigma = 1.0 - progress
-        return shift * sigma / (1 + (shift - 1) * sigma)
-    return 1.0 - progress
 
 
 def stacked(
@@ -212,6 +216,9 @@ def make_views(
     have = int(sum((v.kind == 1).sum() for v in made))
     paths = int(sum((v.kind == 3).sum() for v in made))
     pipe, call = load_base(name), settings(name)
+    channels = int(pipe.vae.config.latent_channels)
+    if tiny is not None and int(tiny.config.latent_channels) != channels:
+        raise BadInput(f"{name} has latents of {channels} channels, the tiny decoder of {tiny.config.latent_channels}")
     first = VIEW_SEEDS[split] + NAMES.index(name) * 50_000
     todo = range(have, count, batch)
     for k, start in enumerate(track(todo, description=f"{name} {split} views")):

@@ -181,11 +181,13 @@ class Sampler:
             scenes = [(scenes + unseen)[i] for i in order.tolist()]
         prompts = [caption(s, 0).text for s in scenes]
         self.repair(images, masks, category, noise, scenes, g)
-        images, quality, judged = composites(images, self.recipe.composites, g)
+        whole = images
+        images, quality, judged = composites(whole, self.recipe.composites, g)
+        artefact = (images - whole).square().mean(1) / FULL_ARTEFACT**2
         images = disturbed(images, g)
-        images, masks = flipped(images, masks, g)
+        images, masks, artefact = flipped(g, images, masks, artefact)
         size = self.auditor.sizes[int(torch.rand((), generator=g) < self.recipe.fine)]
-        targets = Targets(category, strength_of(masks), quality, masks, judged)
+        targets = Targets(category, strength_of(masks), quality, masks, judged, artefact)
         return AuditBatch(resize(images, (size, size)), self.auditor.token_ids(prompts), noise, targets)
 
     def pick(self, n: int, g: torch.Generator) -> Int[Tensor, " n"]:
@@ -251,13 +253,10 @@ def disturbed(images: Float[Tensor, "b 3 h w"], g: torch.Generator) -> Float[Ten
     return (images * gain + grain).clamp(0, 1)
 
 
-def flipped(
-    images: Float[Tensor, "b 3 h w"], masks: Float[Tensor, "b h w"], g: torch.Generator
-) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, "b h w"]]:
-    flip = torch.rand(len(images), generator=g) < 0.5
-    images, masks = images.clone(), masks.clone()
-    images[flip], masks[flip] = images[flip].flip(-1), masks[flip].flip(-1)
-    return images, masks
+def flipped(g: torch.Generator, *pictures: Float[Tensor, "b ..."]) -> list[Float[Tensor, "b ..."]]:
+    """Half of the rows mirrored, the same ones in every tensor."""
+    flip = torch.rand(len(pictures[0]), generator=g) < 0.5
+    return [torch.where(flip.view(-1, *[1] * (p.dim() - 1)), p.flip(-1), p) for p in pictures]
 
 
 @torch.no_grad()

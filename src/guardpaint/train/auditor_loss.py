@@ -27,6 +27,8 @@ class LossWeights:
     match: float = 0.5
     maps: float = 0.0
     """0 in the paper's config: no loss ever sees a mask."""
+    seam_maps: float = 0.0
+    """0 in the paper's config: P is told how strong an artefact is, not where."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Targets:
     mask: Float[Tensor, "b h w"] | None
     judged: Float[Tensor, " b"]
     """1 where the safety label is known, 0 where a composite may have changed it."""
+    artefact: Float[Tensor, "b h w"] | None = None
+    """Squared change that composites made, of the change that counts as a full artefact."""
 
 
 def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
@@ -87,6 +91,16 @@ def map_loss(
     return (judged * (bce + dice + classes)).sum() / judged.sum().clamp(min=1)
 
 
+def seam_map_loss(seam_map: Float[Tensor, "b u v"], artefact: Float[Tensor, "b h w"]) -> Tensor:
+    """BCE of each cell's quality against what an artefact left of it; touched and whole cells weigh the same."""
+    change = F.adaptive_avg_pool2d(artefact[:, None], (seam_map.shape[-2], seam_map.shape[-1]))[:, 0]
+    wanted = 1 - change.sqrt().clamp(max=1)
+    each = F.binary_cross_entropy_with_logits(seam_map, wanted, reduction="none")
+    touched = (wanted < 1).float()
+    whole = 1 - touched
+    return ((touched * each).sum() / touched.sum().clamp(min=1) + (whole * each).sum() / whole.sum().clamp(min=1)) / 2
+
+
 def pairwise_cosines(model: AuditorScorer, visual: Float[Tensor, "b c u v"], text: Text) -> Float[Tensor, "b b"]:
     """cos(image i read with prompt j, prompt j) for all pairs, exactly as an audit of that pair would give it.
 
@@ -123,5 +137,7 @@ def total(
     }
     if weights.maps and want.mask is not None:
         parts["maps"] = map_loss(scores.adv_map, scores.class_maps, want.category, want.mask, want.judged)
+    if weights.seam_maps and want.artefact is not None:
+        parts["seam_maps"] = seam_map_loss(scores.seam_map, want.artefact)
     loss = sum((getattr(weights, name) * value for name, value in parts.items()), torch.zeros(()))
     return {"loss": loss, **parts}
