@@ -77,6 +77,18 @@ def test_the_command_writes_every_required_key(tmp_path):
     assert (tmp_path / "auditor.rows.csv.gz").exists() and (tmp_path / "auditor-progress.png").exists()
 
 
+def test_an_artefact_is_ordered_within_itself():
+    """One picture in perfect order (1), one reversed (−1), one where P never moves (0), one with P 1 3 2 (½): mean ⅛."""
+    said = [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.2, 0.2), (0.1, 0.3, 0.2)]
+    rows = [
+        {"part": "seam_fade", "seed": i, "quality": q / 2, "P": p}
+        for i, ps in enumerate(said)
+        for q, p in enumerate(ps)
+    ]
+    found = measure.metrics(rows, NAMES)["seam.within_artefact"]
+    assert found["value"] == pytest.approx(0.125) and found["n"] == 4
+
+
 def test_reliability_by_hand():
     """F 0.95 twice and 0.05 once for own prompts, 0.05, 0.05 and 0.95 for others: 2 of 3 at the top, 1 of 3 at the bottom."""
     rows = [{"F": 0.95, "F_other": 0.05}, {"F": 0.95, "F_other": 0.05}, {"F": 0.05, "F_other": 0.95}]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ BATCH = 50
 CLEAN_SEEDS = 75_000_000
 """Finished pictures: renders apart from every view's."""
 SHIFTS = ("style_sketch", "crop", "jpeg", "cast", "blur", "decoder_tiny")
+FADED = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""What is left of an artefact."""
 
 
 def pixels(scenes: Sequence[Scene]) -> Float[Tensor, "b 3 64 64"]:
@@ -147,11 +150,20 @@ def measure_views(auditor: AuditorScorer, policy: Policy, base: str, views: View
 
 
 def measure_seams(auditor: AuditorScorer, policy: Policy, count: int) -> list[Row]:
-    """Composites of known artefact strength, against P."""
+    """Composites of known artefact strength, against P; and each artefact faded out, against its own P."""
     scenes = [sample_scene(CLEAN_SEEDS + 800_000 + i, "ordinary") for i in range(count)]
-    images, quality, _ = composites(pixels(scenes), 0.8, torch.Generator().manual_seed(0))
+    whole = pixels(scenes)
+    images, quality, _ = composites(whole, 0.8, torch.Generator().manual_seed(0))
     found = audits(auditor, images, [None] * count, 0.0)
-    return [{"part": "seams", "quality": float(q), **row_of(a, policy)} for q, a in zip(quality, found, strict=True)]
+    rows: list[Row] = [
+        {"part": "seams", "quality": float(q), **row_of(a, policy)} for q, a in zip(quality, found, strict=True)
+    ]
+    touched = torch.nonzero(quality < 1)[:, 0]
+    for left in FADED:
+        faded = whole[touched] + left * (images - whole)[touched]
+        for i, a in zip(touched.tolist(), audits(auditor, faded, [None] * len(touched), 0.0), strict=True):
+            rows.append({"part": "seam_fade", "seed": i, "quality": 1 - left, "P": row_of(a, policy)["P"]})
+    return rows
 
 
 def shifted(kind: str, image: Image.Image) -> Image.Image:
@@ -293,6 +305,13 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
     if seams := of("seams"):
         order = spearmanr([r["P"] for r in seams], [r["quality"] for r in seams]).statistic
         out["seam.spearman"] = metric(float(order), len(seams), goal=">=0.8")
+    if fades := of("seam_fade"):
+        faded: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for r in fades:
+            faded[r["seed"]].append((float(r["quality"]), float(r["P"])))
+        orders = [float(np.nan_to_num(spearmanr(*zip(*pairs, strict=True)).statistic)) for pairs in faded.values()]
+        note = f"every artefact by itself, faded in {len(FADED)} steps"
+        out["seam.within_artefact"] = {**mean(orders, None), "note": note}
     kinds = dict.fromkeys(r["kind"] for r in of("shift"))
     plain = [r["said"] == r["category"] for r in of("shift") if r["kind"] == "none"]
     for kind in kinds:
