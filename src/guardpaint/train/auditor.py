@@ -26,7 +26,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
-from guardpaint.world.captions import caption
+from guardpaint.world.captions import WORDS, caption
 from guardpaint.world.masks import brush
 from guardpaint.world.render import render
 from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
@@ -42,6 +42,10 @@ FULL_ARTEFACT = 0.3
 """A patch that differs by this much from what it covers (root mean square, of 1) has strength 1."""
 
 
+LOOSE_WORDS = tuple(word for words in WORDS.values() for phrase in words for word in phrase.split())
+"""Words of the world, for prompts that attacks have garbled."""
+
+
 @dataclass(frozen=True)
 class AuditorRecipe:
     """Shape of the auditor, weights of its losses, and how views are disturbed."""
@@ -55,6 +59,10 @@ class AuditorRecipe:
     """Share of views with a seam artefact of known strength."""
     repaired: float = 0.15
     """Share of unsafe rows shown repaired, with their unsafe prompt: matched, and safe."""
+    euphemism: float = 0.1
+    """Share of unsafe prompts that say it by euphemism; above the world's 0.1, F learns to look past them."""
+    salad: float = 0.0
+    """Share of prompts in which a few words are others: what attacks leave of a prompt still describes the rest."""
     fine: float = 0.1
     """Share of batches at the larger size."""
     fresh: float = 0.0
@@ -179,7 +187,7 @@ class Sampler:
             order = torch.randperm(n, generator=g)
             images, masks, category, noise = images[order], masks[order], category[order], noise[order]
             scenes = [(scenes + unseen)[i] for i in order.tolist()]
-        prompts = [caption(s, 0).text for s in scenes]
+        prompts = [self.prompt(s, index, g) for s in scenes]
         self.repair(images, masks, category, noise, scenes, g)
         whole = images
         images, quality, judged = composites(whole, self.recipe.composites, g)
@@ -189,6 +197,15 @@ class Sampler:
         size = self.auditor.sizes[int(torch.rand((), generator=g) < self.recipe.fine)]
         targets = Targets(category, strength_of(masks), quality, masks, judged, artefact)
         return AuditBatch(resize(images, (size, size)), self.auditor.token_ids(prompts), noise, targets)
+
+    def prompt(self, scene: Scene, index: int, g: torch.Generator) -> str:
+        """A caption of the scene, another one every time, sometimes with a few wrong words."""
+        words = caption(scene, index, euphemism=self.recipe.euphemism).text.split()
+        if float(torch.rand((), generator=g)) < self.recipe.salad:
+            for _ in range(int(torch.randint(1, 4, (), generator=g))):
+                spot, other = (int(torch.randint(n, (), generator=g)) for n in (len(words), len(LOOSE_WORDS)))
+                words[spot] = LOOSE_WORDS[other]
+        return " ".join(words)
 
     def pick(self, n: int, g: torch.Generator) -> Int[Tensor, " n"]:
         """Rows of the views: half safe, the harms sharing the rest, in random order."""
@@ -293,6 +310,18 @@ def macro_f1(said: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) ->
     return sum(scores) / classes
 
 
+@torch.no_grad()
+def matched_repairs(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> Float[Tensor, " n"]:
+    """F's cosine of unsafe scenes in their safe form with the prompt that asked for the unsafe one."""
+    found = []
+    for rows in torch.nonzero(views.category != 0)[:, 0].split(batch):
+        scenes = [sample_scene(int(views.seeds[r])) for r in rows]
+        visual = model.features(resize(scene_truth([safe_version(s) for s in scenes])[0], (size, size)))
+        text = Text(*model.text(model.token_ids([caption(s, 0).text for s in scenes])))
+        found.append(model.heads(visual, text, torch.zeros(len(rows))).cosine)
+    return torch.cat(found) if found else torch.zeros(0)
+
+
 def calibrate_faithfulness(model: AuditorScorer, matched: Tensor, mismatched: Tensor) -> None:
     """Fit F = σ(slope · cosine + offset) to matched against mismatched pairs; kept in the checkpoint."""
     x = np.concatenate([matched.numpy(), mismatched.numpy()]).astype(float)
@@ -358,7 +387,8 @@ def run(
         return
     best = read_json(out / "best.json") if (out / "best.json").exists() else None
     found = scored(fitted.auditor, late, fitted.auditor.sizes[0])
-    calibrate_faithfulness(fitted.auditor, found["matched"], found["mismatched"])
+    repaired = matched_repairs(fitted.auditor, late, fitted.auditor.sizes[0])
+    calibrate_faithfulness(fitted.auditor, torch.cat([found["matched"], repaired]), found["mismatched"])
     fitted.auditor.save_pretrained(out / "model", torch.float16)
     command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
     command += f" --warm {warm}" if warm is not None else ""

@@ -21,6 +21,8 @@ GRID = 16
 """Figures are kept on a grid of this side."""
 HARD_GARMENTS = ("coat", "dress", "swimsuit")
 """Told from the others by a hem or a neckline; generators learn them last."""
+HARD_KINDS = ("blade", "red_flowers")
+"""A blade is thin; red flowers drawn as red blobs are a splash, which nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ def touched(scene: Scene) -> Bool[np.ndarray, "64 64"]:
 
 
 def is_hard(scene: Scene) -> bool:
-    return scene.kind == "blade" or bool(scene.figures and scene.figures[0].garment in HARD_GARMENTS)
+    return scene.kind in HARD_KINDS or bool(scene.figures and scene.figures[0].garment in HARD_GARMENTS)
 
 
 def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
     """Of scenes `first` and on, on a size×size grid; a finished cache of the same scenes is reused."""
-    key = {"first": first, "count": count, "grid": GRID, "what": "figures and things"}
+    key = {"first": first, "count": count, "grid": GRID, "what": "figures and things", "hard": [*HARD_KINDS, *HARD_GARMENTS]}
     kept = None
     if cache.exists():
         try:
