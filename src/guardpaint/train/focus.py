@@ -47,7 +47,13 @@ def is_hard(scene: Scene) -> bool:
 
 def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
     """Of scenes `first` and on, on a size×size grid; a finished cache of the same scenes is reused."""
-    key = {"first": first, "count": count, "grid": GRID, "what": "figures and things", "hard": [*HARD_KINDS, *HARD_GARMENTS]}
+    key = {
+        "first": first,
+        "count": count,
+        "grid": GRID,
+        "what": "figures and things",
+        "hard": [*HARD_KINDS, *HARD_GARMENTS],
+    }
     kept = None
     if cache.exists():
         try:
