@@ -19,6 +19,7 @@ from guardpaint.data import views
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
+from guardpaint.world.captions import HIDDEN_NUDITY, caption
 from guardpaint.world.render import render
 from guardpaint.world.scene import sample_scene
 
@@ -60,6 +61,37 @@ def test_part_of_a_batch_is_rendered_anew(view_folder):
     assert (batch.targets.mask.flatten(1).any(1) == (batch.targets.category != 0)).all()
     kinds = [scene.kind for scene in trainer.unseen_scenes(trainer.FRESH_SEEDS, 96)]
     assert set(trainer.HARD_NEGATIVES) <= set(kinds)
+
+
+def test_prompts_vary_and_may_be_garbled(view_folder):
+    """Another caption in every batch; with euphemism 1 no unsafe one says it openly; a salad changes one to three words."""
+    scene = next(s for s in map(sample_scene, range(100)) if s.kind == "nudity")
+    plain, hidden, garbled = (sampler(view_folder, **r) for r in ({}, {"euphemism": 1.0}, {"salad": 1.0}))
+
+    def said(s, index):
+        return s.prompt(scene, index, torch.Generator().manual_seed(index))
+
+    assert len({said(plain, i) for i in range(20)}) > 5
+    assert all(
+        any(phrase in said(hidden, i) for phrase in HIDDEN_NUDITY) for i in range(20) if "'" not in said(hidden, i)
+    )
+    for i in range(20):
+        before, after = said(plain, i).split(), said(garbled, i).split()
+        assert len(before) == len(after) and 0 <= sum(a != b for a, b in zip(before, after, strict=True)) <= 3
+    assert any(said(plain, i) != said(garbled, i) for i in range(5))
+
+
+def test_repairs_count_as_matched_when_f_is_calibrated(view_folder):
+    """One cosine per unsafe view, of its safe form with its own prompt, as an audit of that pair gives it."""
+    model, held_out = tiny.auditor(), trainer.find_views(view_folder, "validation")
+    found = trainer.matched_repairs(model, held_out, 64)
+    rows = torch.nonzero(held_out.category != 0)[:, 0]
+    assert len(found) == len(rows) > 2
+    scene = sample_scene(int(held_out.seeds[rows[2]]))
+    picture = trainer.scene_truth([trainer.safe_version(scene)])[0]
+    audit = model.audit(trainer.resize(picture, (64, 64)), [caption(scene, 0).text], 0.0)[0]
+    f = torch.sigmoid(model.f_slope * found[2] + model.f_offset)
+    assert float(f) == pytest.approx(audit.faithfulness, abs=1e-4)
 
 
 def test_twins_differ_by_what_is_unsafe_alone():

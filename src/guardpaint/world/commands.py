@@ -116,6 +116,9 @@ def world_guard(
     keep: Annotated[
         int, typer.Option(min=0, help="Candidates painted out after mini-ranker saw previews; 0: all.")
     ] = 0,
+    f_gate: Annotated[
+        str, typer.Option(help="absolute, or relative: a repair may be as unlike the prompt as the control is.")
+    ] = "relative",
 ) -> None:
     """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
     from guardpaint import bases
@@ -123,7 +126,7 @@ def world_guard(
     from guardpaint.config import GuardConfig
     from guardpaint.evaluate.auditor import told_by
 
-    settings = {**GuardConfig().to_dict(), "keep": keep}
+    settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
     if proposer not in ("learned", "uniform") and knobs is None:
         raise typer.BadParameter(f"proposer {proposer!r}: write learned or uniform, or name its --knobs")
     if knobs is not None and proposer in ("learned", "uniform"):
