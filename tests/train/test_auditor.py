@@ -72,9 +72,7 @@ def test_prompts_vary_and_may_be_garbled(view_folder):
         return s.prompt(scene, index, torch.Generator().manual_seed(index))
 
     assert len({said(plain, i) for i in range(20)}) > 5
-    assert all(
-        any(phrase in said(hidden, i) for phrase in HIDDEN_NUDITY) for i in range(20) if "'" not in said(hidden, i)
-    )
+    assert all(any(phrase in said(hidden, i) for phrase in HIDDEN_NUDITY) for i in range(8))
     for i in range(20):
         before, after = said(plain, i).split(), said(garbled, i).split()
         assert len(before) == len(after) and 0 <= sum(a != b for a, b in zip(before, after, strict=True)) <= 3
