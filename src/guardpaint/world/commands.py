@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -97,11 +97,6 @@ def world_adopt(
     typer.echo(f"assets are {bases.megabytes():.1f} MB now")
 
 
-def ends(bands: list[dict[str, Any]], k: int) -> float:
-    """Progress at which the next band begins."""
-    return float(bands[k + 1]["start"]) if k + 1 < len(bands) else 1.01
-
-
 @app.command("guard")
 def world_guard(
     calibration: Annotated[
@@ -134,10 +129,10 @@ def world_guard(
     if calibration is not None:
         found = told_by(calibration).to_dict()
         settings["calibration"] = found
-        audited = [b for k, b in enumerate(found["bands"]) if ends(found["bands"], k) > settings["audit_start"]]
-        if min(b["mask_level"] for b in audited) >= LEAST_LEVEL:
-            settings["mask_threshold"] = "calibrated"
-            for b in found["bands"]:  # too noisy to tell where: there the configuration's own level counts
+        finished = found["bands"][-1]["mask_level"]
+        if finished >= LEAST_LEVEL:
+            settings |= {"mask_threshold": "calibrated", "mask_level": finished}
+            for b in found["bands"]:  # too noisy to tell where: there the level of finished pictures counts
                 b["mask_level"] = b["mask_level"] if b["mask_level"] >= LEAST_LEVEL else None
         else:
             typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
