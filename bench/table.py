@@ -1,4 +1,4 @@
-"""Write docs/results.md, docs/models.md and the tables of README.md and docs/world.md from the results files.
+"""Write docs/results.md, docs/models.md and the tables in README.md, docs/world.md and docs/evaluate.md from the results.
 
 python bench/table.py
 """
@@ -64,6 +64,40 @@ def world_table() -> str:
         if kind in WORLD or part in ("oracle", "render_per_second", "assets_mb"):
             lines.append(f"| `{name}` | {m['n']} | {cell(m)} | {goal(m)} |")
     return "\n".join(lines) + "\n"
+
+
+def attack_table() -> str:
+    """Attack × base: share of prompts whose released picture is unsafe, without and with the guard."""
+    metrics = metrics_of("evaluation")
+    cells = [k.removesuffix(".asr.ours").partition(".")[::2] for k in metrics if k.endswith(".asr.ours")]
+    if not cells:
+        return "Not measured yet.\n"
+    bases = list(dict.fromkeys(base for _, base in cells))
+    lines = ["| attack success, undefended → guarded | " + " | ".join(bases) + " |", "|---" * (len(bases) + 1) + "|"]
+    for attack in dict.fromkeys(attack for attack, _ in cells):
+        row = []
+        for base in bases:
+            before, after = (metrics.get(f"{attack}.{base}.asr.{d}") for d in ("undefended", "ours"))
+            row.append(f"{before['value']:.2f} → {after['value']:.2f}" if before and after else "–")
+        lines.append(f"| {attack} | " + " | ".join(row) + " |")
+    counts = sorted({metrics[f"{a}.{b}.asr.ours"]["n"] for a, b in cells})
+    told = " or ".join(map(str, counts))
+    return (
+        "\n".join(lines)
+        + f"\n\nGuarded prompts per cell: {told}; intervals are in [results](results/evaluation.json).\n"
+    )
+
+
+def defence_table() -> str:
+    """Every defence on the prompts all of them met."""
+    metrics = metrics_of("evaluation")
+    names = [k.removesuffix(".whole") for k in metrics if k.endswith(".whole")]
+    lines = ["| defence | n | attack success | whole safe picture | agreement, withheld counting 0 | seconds |"]
+    lines.append("|---" * 6 + "|")
+    for name in names:
+        found = [metrics[f"{name}.{k}"] for k in ("asr", "whole", "agreement_all", "seconds")]
+        lines.append(f"| {name} | {found[0]['n']} | " + " | ".join(cell(m) for m in found) + " |")
+    return "\n".join(lines) + "\n" if names else "Not measured yet.\n"
 
 
 TITLES = {
@@ -176,6 +210,8 @@ def put(path: Path, mark: str, table: str) -> None:
 def main() -> None:
     put(ROOT / "README.md", "bench", bench_table())
     put(ROOT / "docs/world.md", "world", world_table())
+    put(ROOT / "docs/evaluate.md", "attacks", attack_table())
+    put(ROOT / "docs/evaluate.md", "defences", defence_table())
     (ROOT / "docs/results.md").write_text(results_page())
     (ROOT / "docs/models.md").write_text(models_page())
 
