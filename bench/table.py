@@ -1,4 +1,4 @@
-"""Write docs/results.md, docs/models.md and the tables in README.md, docs/world.md and docs/evaluate.md from the results.
+"""Write docs/results.md, docs/models.md, and the tables in README.md, docs/world.md and docs/evaluate.md.
 
 python bench/table.py
 """
