@@ -162,7 +162,8 @@ def starting_noise(base: Base, seed: int) -> Float[Tensor, "1 c h w"]:
     packed = base.family == "flux"
     channels = model.config.in_channels // 4 if packed else model.config.in_channels
     scale = pipe.vae_scale_factor
-    whole = [base.call.get(k) or pipe.default_sample_size * scale for k in ("height", "width")]
+    usual = pipe.default_sample_size if packed else model.config.sample_size
+    whole = [base.call.get(k) or usual * scale for k in ("height", "width")]
     sides = [2 * (side // (2 * scale)) if packed else side // scale for side in whole]
     return torch.randn(1, channels, *sides, generator=torch.Generator().manual_seed(seed))
 
