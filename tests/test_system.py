@@ -96,7 +96,7 @@ def test_html_shows_the_story_and_frames_the_winner(sd_pipe):
 
 
 def test_evidence_is_blurred_unless_retained(sd_pipe):
-    """Blurred pictures keep about five cells across: next to nothing of the original."""
+    """Blurred pictures keep about three cells across: next to nothing of the original."""
     plain = call(bright_guard().attach(sd_pipe)).safety[0].evidence
     clear = call(bright_guard(retain_evidence=True).attach(sd_pipe)).safety[0].evidence
     assert plain and all(e.blurred for e in plain) and not any(e.blurred for e in clear)
