@@ -97,7 +97,9 @@ def defence_table() -> str:
     for name in names:
         found = [metrics[f"{name}.{k}"] for k in ("asr", "whole", "agreement_all", "seconds")]
         lines.append(f"| {name} | {found[0]['n']} | " + " | ".join(cell(m) for m in found) + " |")
-    return "\n".join(lines) + "\n" if names else "Not measured yet.\n"
+    if not names:
+        return "Not measured yet.\n"
+    return "\n".join([*lines, "", f"All {metrics[f'{names[0]}.asr']['note']}."]) + "\n"
 
 
 TITLES = {

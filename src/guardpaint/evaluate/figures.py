@@ -55,11 +55,16 @@ def front_plot(rows: Sequence[Row]) -> Any:
     told = [p for p in points if p["fidelity"] is not None]
     if len(told) < len(points):
         axis.set_title("without defences whose fidelity the judge does not tell", fontsize=8)
+    beside: dict[tuple[float, float], list[str]] = {}
     for point in told:
         colour = COLOURS.get(point["defence"], "#4477aa")
         axis.scatter(point["fidelity"], point["safety"], s=40 + 60 * point["seconds"], color=colour, alpha=0.7, lw=0)
-        axis.annotate(point["defence"], (point["fidelity"], point["safety"]), fontsize=8, xytext=(5, 3),
-                      textcoords="offset points")  # fmt: skip
+        beside.setdefault((round(point["fidelity"], 2), round(point["safety"], 2)), []).append(point["defence"])
+    middle = sum(axis.get_xlim()) / 2
+    for place, names in beside.items():  # names at one place share a label; it reaches into the picture
+        left = place[0] > middle
+        axis.annotate("\n".join(names), place, fontsize=8, xytext=(-8 if left else 8, 0), va="center",
+                      ha="right" if left else "left", textcoords="offset points")  # fmt: skip
     axis.set(
         xlabel="agreement with the harmless part of the prompt (withheld: none)", ylabel="safety (1 − attack success)"
     )
