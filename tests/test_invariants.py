@@ -219,3 +219,21 @@ def test_the_original_pipeline_is_left_alone(pipe):
     assert vars(pipe) == before
     assert "step" not in vars(pipe.scheduler)
     assert dict(vars(pipe.scheduler).items()).keys() == state.keys()
+
+
+def test_a_trigger_that_the_full_decode_does_not_confirm_changes_nothing(pipe):
+    """Coarse and fine look of the first audited step say unsafe, the full-size view and the finished picture do not."""
+
+    class Changes(AlwaysSafe):
+        answers = iter([0.99, 0.99, 0.01, 0.01])
+
+        def audit(self, images, prompts, noise):
+            return [constant_audit(next(self.answers), p, min(images.shape[-2:])) for p in prompts]
+
+    guard = GuardPaint(Changes(), PaintsFlat())
+    out = call(guard.attach(pipe))
+    assert torch.equal(out.images, call(pipe).images)
+    report = out.safety[0]
+    assert report.status == "clean" and next(Changes.answers, None) is None
+    first = report.steps[0]
+    assert first.triggered and not first.tournaments and "not confirmed" in first.notes[0]

@@ -213,5 +213,15 @@ def megabytes(assets: Path = ASSETS) -> float:
     return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
 
 
+GUARD_PARTS = ("guard", "mini-auditor", "mini-inpaint-safe", "mini-proposer", "mini-ranker")
+"""Assets of the guard; all others are of the world it guards."""
+
+
+def world_megabytes(assets: Path = ASSETS) -> float:
+    """Weights of the world's models, without those of the guard."""
+    files = (p for p in assets.rglob("*.safetensors") if p.is_file() and not linked_to(p, assets))
+    return sum(p.stat().st_size for p in files if p.relative_to(assets).parts[0] not in GUARD_PARTS) / 1e6
+
+
 def linked_to(path: Path, root: Path) -> bool:
     return any(p.is_symlink() for p in (path, *path.parents) if root in p.parents)

@@ -156,7 +156,9 @@ class ImageGuard:
         if not (views.exact and audit.pixels == fine):
             with self.clock(record, "audit"):
                 audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
-            self.note(audit, views.decoder, record)
+            if self.note(audit, views.decoder, record) is None and not views.exact:
+                record.notes.append("not confirmed by the full decode: left to the next audit")
+                return None
         regions = self.regions(audit, finding, control, record.progress)
         record.regions += len(regions)
         record.cost["regions"] += len(regions)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from guardpaint import tiny
-from guardpaint.data import views
+from guardpaint.data import drawn, views
 from guardpaint.draft import schedule
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.world.captions import caption
+from guardpaint.world.render import CODE
 from guardpaint.world.scene import sample_scene
 
 CALL = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 64, "width": 64}
@@ -67,13 +68,17 @@ def test_trajectories_are_whole_generations(family):
     pipe = tiny.pipeline(family)
     plain = pipe(["x"], generator=[torch.Generator().manual_seed(900)], output_type="pt", **CALL).images
 
+    asked = torch.tensor([CODE[sample_scene(s).category] for s in SEEDS])
+
     def judge(images):
         assert images.shape == (6, 3, 64, 64)
-        return torch.tensor([0, 1, 2, 0, 1, 2]), torch.zeros(6, 64, 64, dtype=torch.bool)
+        return asked, torch.ones(6, 64, 64, dtype=torch.bool), torch.zeros(6)
 
     with torch.no_grad():
-        made = views.trajectory(pipe, CALL, None, SEEDS, judge)
-    assert made.category.tolist() == [0, 1, 2, 0, 1, 2] * 2 and set(made.kind.tolist()) == {3, 4}
+        made = drawn.trajectory(pipe, CALL, None, SEEDS, judge)
+    assert made.category.tolist() == asked.tolist() * 3 and made.kind.tolist() == [3] * 6 + [4] * 6 + [7] * 6
+    assert torch.equal(made.masks.flatten(1).any(1), made.category != 0)
+    assert (made.progress[12:] == 1).all() and (made.noise[12:] == 0).all()
     after = pipe(["x"], generator=[torch.Generator().manual_seed(900)], output_type="pt", **CALL).images
     assert torch.equal(plain, after), "the pipeline is left as it was"
 
@@ -111,11 +116,62 @@ def test_sets_are_kept_and_joined(tmp_path):
 
 
 def test_an_auditor_labels_trajectories():
-    category, masks = views.audited(tiny.auditor())(torch.rand(3, 3, 64, 64))
-    assert category.shape == (3,) and masks.shape == (3, 64, 64)
+    category, masks, harm = drawn.audited(tiny.auditor())(torch.rand(3, 3, 64, 64))
+    assert category.shape == harm.shape == (3,) and masks.shape == (3, 64, 64)
+    assert ((harm >= 0) & (harm <= 1)).all()
     assert not masks[category == 0].any()
 
 
 def test_a_decoder_of_another_latent_space_is_named(tmp_path):
     with pytest.raises(BadInput, match="mini-flux has latents of 4 channels, the tiny decoder of 16"):
-        views.make_views("mini-flux", tiny.tiny_decoder(16), tmp_path, "test", 4, 0, None)
+        drawn.make_views("mini-flux", tiny.tiny_decoder(16), tmp_path, "test", 4)
+
+
+def test_a_picture_is_labelled_where_prompt_and_judge_agree():
+    """Asked safe: safe, unless the judge is sure of harm. Asked for harm: only what the judge sees too."""
+    asked, said = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([1, 1, 1, 0, 1])
+    harm = torch.tensor([0.5, 0.99, 0.9, 0.1, 0.9])
+    where = torch.ones(5, 2, 2, dtype=torch.bool)
+    category, masks, known = drawn.labels(asked, said, where, harm)
+    assert known.tolist() == [True, False, True, False, False]
+    assert torch.equal(category, asked) and masks.flatten(1).any(1).tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("family", tiny.BASES)
+def test_redrawn_scenes_end_finished_and_keep_their_truth(family):
+    pipe = tiny.pipeline(family)
+    seeds = list(range(900, 912))
+    with torch.no_grad():
+        made = drawn.redrawn(pipe, {**CALL, "num_inference_steps": 6}, None, seeds)
+    end = made.rows(torch.nonzero(made.kind == views.KINDS.index("redrawn"))[:, 0])
+    late = made.rows(torch.nonzero(made.kind == views.KINDS.index("redrawn_x0"))[:, 0])
+    assert len(end) + len(late) == len(made) and torch.equal(end.seeds, late.seeds)
+    assert (end.noise == 0).all() and (end.progress == 1).all() and torch.allclose(late.progress, torch.tensor(5 / 6))
+    for i in range(len(end)):
+        scene = sample_scene(int(end.seeds[i]))
+        assert int(end.category[i]) == CODE[scene.category] and bool(end.masks[i].any()) == (scene.category != "safe")
+    safe = {s for s in seeds if sample_scene(s).kind != "blade"}
+    assert safe <= set(end.seeds.tolist()), "only blades may be left out"
+
+
+def test_a_render_drawn_on_by_a_trained_base_still_shows_the_scene():
+    """Half noised and drawn on by mini-sd, a scene is nearer to its own render than to any other's."""
+    from guardpaint.bases import load_base, settings
+
+    seeds = list(range(910, 918))
+    with torch.no_grad():
+        made = drawn.redrawn(load_base("mini-sd"), settings("mini-sd"), None, seeds)
+    end = made.rows(torch.nonzero(made.kind == views.KINDS.index("redrawn"))[:, 0])
+    renders = views.scene_truth([sample_scene(int(s)) for s in end.seeds])[0]
+    gaps = (end.images[:, None].float() / 255 - renders[None]).square().flatten(2).mean(2)
+    assert torch.equal(gaps.argmin(1), torch.arange(len(end)))
+
+
+def test_a_set_of_views_goes_on_where_it_stopped(tmp_path):
+    path = drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 4, batch=4)
+    one = views.load_views(path)
+    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=4)
+    two = views.load_views(path)
+    assert torch.equal(two.images[: len(one)], one.images) and set(two.seeds.tolist()) > set(one.seeds.tolist())
+    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=4)
+    assert len(views.load_views(path)) == len(two)

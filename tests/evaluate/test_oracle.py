@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import guardpaint
-from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
 from guardpaint.train import oracle as trainer
 from guardpaint.train import vae
@@ -144,7 +144,7 @@ def test_props_are_shown_where_they_are():
 
 def test_soft_pictures_leave_blades_alone():
     """A quarter of a lesson is redrawn by the softener; pairs with a blade and labels are as before."""
-    batch = trainer.lesson(800, 16)
+    batch = trainer.lesson(trainer.lesson_scenes(800, 16))
     asked = []
 
     def grey(images, prompts, g):
@@ -162,10 +162,31 @@ def test_the_softener_keeps_what_is_there():
     from guardpaint.train.generator import load_pipeline
 
     pipe = load_pipeline(Path(guardpaint.__file__).parent / "assets" / "mini-sd")
-    batch = trainer.lesson(802, 4)
+    batch = trainer.lesson(trainer.lesson_scenes(802, 4))
     prompts = [trainer.caption(s, 0).text for s in batch.scenes]
     out = trainer.Softener(pipe)(batch.images, prompts, torch.Generator().manual_seed(0))
     error = (out - batch.images).square().mean().sqrt()
     assert 0.01 < error < 0.3 and out.shape == batch.images.shape
     with pytest.raises(BadConfig, match="cannot show scenes softly"):
         trainer.Softener(object())
+
+
+def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
+    """Six of sixteen: the stored pictures with their scenes' truth; their props are not judged."""
+    from guardpaint.data import drawn, views
+
+    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=8)
+    kept = trainer.drawn_pictures(tmp_path)
+    assert (kept.kind == views.KINDS.index("redrawn")).all()
+    batch = trainer.with_drawn(800, 16, kept, torch.Generator().manual_seed(2))
+    assert batch.images.shape == (16, 3, 64, 64) and batch.props_known.tolist() == [1.0] * 10 + [0.0] * 6
+    for scene, image, mask in zip(batch.scenes[10:], batch.images[10:], batch.want.pixels[10:], strict=True):
+        rows = [r for r in range(len(kept)) if sample_scene(int(kept.seeds[r])) == scene]
+        assert rows and torch.allclose(kept.images[rows[0]].float() / 127.5 - 1, image)
+        assert torch.equal(mask > 0, kept.masks[rows[0]])
+    wrong = torch.zeros(16, len(PRESENT["prop"]))
+    wrong[10:] = 9.0
+    known = trainer.presence(wrong, torch.zeros_like(wrong), batch.props_known)
+    assert known == pytest.approx(0.6931, abs=1e-3), "what is said of drawn props costs nothing: ln 2 is left"
+    with pytest.raises(BadInput, match="no views of split oracle"):
+        trainer.drawn_pictures(tmp_path / "none")

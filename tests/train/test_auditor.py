@@ -15,9 +15,10 @@ import yaml
 
 from guardpaint import tiny
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.data import views
+from guardpaint.data import drawn, views
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.train import auditor as trainer
+from guardpaint.train import auditor_pictures
 from guardpaint.train.engine import TrainConfig
 from guardpaint.world.captions import HIDDEN_NUDITY, caption
 from guardpaint.world.render import render
@@ -30,7 +31,7 @@ SMALL = {"small": True, "sizes": [64, 96]}
 def view_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("views")
     net = tiny.vae(4)
-    for split, first in views.VIEW_SEEDS.items():
+    for split, first in drawn.VIEW_SEEDS.items():
         views.store([views.clean(net, list(range(first, first + 60)))], folder / f"small-{split}.pt")
     return folder
 
@@ -129,7 +130,7 @@ def test_repaired_scenes_are_safe_and_keep_their_prompt(view_folder):
 
 def test_strength_by_hand():
     """A quarter of FULL_STRENGTH: √¼ = ½; all of it or more: 1."""
-    share = trainer.FULL_STRENGTH
+    share = auditor_pictures.FULL_STRENGTH
     masks = torch.zeros(3, 100, 100)
     masks[0].view(-1)[: int(share * 2500)] = 1
     masks[1].view(-1)[: int(share * 10000)] = 1
@@ -243,6 +244,41 @@ def test_two_processes_train_one_model(view_folder, tmp_path):
 
 def test_view_scenes_are_the_auditors_own():
     """The first scenes of the splits differ: nothing is shared by seed."""
-    firsts = sorted(views.VIEW_SEEDS.values())
-    assert all(b - a >= 10_000_000 for a, b in pairwise(firsts))
+    firsts = sorted(drawn.VIEW_SEEDS.values())
+    assert all(b - a >= 6_000_000 for a, b in pairwise(firsts))
     assert sample_scene(firsts[0]) != sample_scene(firsts[1])
+
+
+def test_half_repaired_scenes_are_labelled_by_what_is_left():
+    """What is left lies inside the scene's unsafe area; nothing left is safe, half of it or more is unsafe."""
+    g = torch.Generator().manual_seed(4)
+    labels = set()
+    for seed in range(60):
+        scene = sample_scene(seed, ("nudity", "splash", "blade")[seed % 3])
+        image, left, label = trainer.half_repaired(scene, g)
+        area = torch.from_numpy(render(scene).mask).float()
+        assert ((left > 0) <= (area > 0)).all() and image.shape == (3, 64, 64)
+        share = float(left.sum() / area.sum())
+        assert label is not False or share < 0.03
+        assert label is not True or share >= 0.5 or (scene.kind == "splash" and left.sum() >= 16)
+        labels.add(label)
+    assert labels == {True, False, None}
+
+
+def test_half_repairs_that_nobody_could_judge_are_not_judged(view_folder):
+    s = sampler(view_folder, repaired=0.0, composites=0.0, partial=1.0)
+    targets = s.batch(1).targets
+    unsafe = targets.category != 0
+    assert targets.judged.min() == 0 and targets.judged.max() == 1
+    assert targets.mask[unsafe & (targets.judged == 1)].flatten(1).any(1).all()
+
+
+def test_class_weights_are_taken_out_of_the_probabilities():
+    """Logits (0, ln 5, ln 2) with weights 1/5/2 are even odds: a third each; without them 1/8, 5/8, 2/8."""
+    net = tiny.auditor()
+    logits = torch.tensor([[1.0, 5.0, 2.0]]).log()
+    assert torch.allclose(net.probabilities(logits), torch.tensor([[1, 5, 2]]) / 8)
+    net.config = replace(net.config, class_weights=(1.0, 5.0, 2.0))
+    assert torch.allclose(net.probabilities(logits), torch.full((1, 3), 1 / 3))
+    with pytest.raises(BadConfig, match="one above 0 for each of safe, nudity, violence"):
+        replace(net.config, class_weights=(1.0, 5.0))

@@ -96,6 +96,11 @@ def test_adopted_models_share_their_parts(teachers, tmp_path):
     assert (assets / "mini-flux" / "vae").is_symlink()
     counted = [p for p in assets.rglob("*") if p.is_file() and p.resolve() == p.absolute()]
     assert bases.megabytes(assets) == pytest.approx(sum(p.stat().st_size for p in counted) / 1e6)
+    weights = [p for p in counted if p.suffix == ".safetensors"]
+    assert bases.world_megabytes(assets) == pytest.approx(sum(p.stat().st_size for p in weights) / 1e6)
+    (assets / "mini-auditor").mkdir()
+    (assets / "mini-auditor" / "model.safetensors").write_bytes(b"0" * 1000)
+    assert bases.world_megabytes(assets) == pytest.approx(sum(p.stat().st_size for p in weights) / 1e6), "the guard's"
     assert (assets / "mini-flux" / "loss.csv").read_text().startswith("step,loss\n1,")
     with pytest.raises(BadInput, match="no finished model"):
         bases.adopt(tmp_path, "mini-flux", assets)

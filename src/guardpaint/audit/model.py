@@ -46,6 +46,9 @@ class AuditorConfig:
     quality_pool: str = "mean"
     """The same for P: the mean over the map (the paper's), its worst place weighed by area (peak), or whatever its
     area (high), as artefacts are rated."""
+    class_weights: tuple[float, ...] = ()
+    """Class weights of the loss it was trained with, to be taken back out of its probabilities: a class that counts
+    five times as much comes out with five times its odds. Empty: the probabilities are as trained (the paper's)."""
     vocab_size: int = 258
     max_tokens: int = 128
     sizes: tuple[int, int] = (224, 384)
@@ -63,6 +66,8 @@ class AuditorConfig:
         for name in ("pool", "quality_pool"):
             if getattr(self, name) not in ("mean", "peak", "high"):
                 raise BadConfig(f"{name}={getattr(self, name)!r}: choose mean, peak or high")
+        if self.class_weights and (len(self.class_weights) != len(self.categories) or min(self.class_weights) <= 0):
+            raise BadConfig(f"class_weights={self.class_weights}: one above 0 for each of {', '.join(self.categories)}")
         if min(self.sizes) < 16 or self.sizes[0] > self.sizes[1]:
             raise BadConfig(f"sizes={self.sizes}: coarse and fine pixels, ascending, at least 16")
 
@@ -252,6 +257,12 @@ class AuditorScorer(nn.Module):
             seam_map=seam_map,
         )
 
+    def probabilities(self, class_logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """Of every category; weights of the loss are divided out where the configuration names them."""
+        if self.config.class_weights:
+            class_logits = class_logits - class_logits.new_tensor(self.config.class_weights).log()
+        return class_logits.softmax(1)
+
     def train(self, mode: bool = True) -> AuditorScorer:
         self._encoded.clear()
         return super().train(mode)
@@ -292,7 +303,7 @@ class AuditorScorer(nn.Module):
         with torch.autocast(device.type, enabled=False):
             times = torch.full((len(images),), noise, device=device)
             s = self.heads(self.features(images), self.encode_prompts(prompts), times)
-            adv, probs = s.adv_logit.sigmoid(), s.class_logits.softmax(1)
+            adv, probs = s.adv_logit.sigmoid(), self.probabilities(s.class_logits)
             faith = (self.f_slope * s.cosine + self.f_offset).sigmoid()
             safety = torch.minimum(1 - adv, probs[:, 0])
             maps, class_maps = s.adv_map.sigmoid().cpu(), s.class_maps.softmax(1).cpu()

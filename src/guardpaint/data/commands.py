@@ -153,9 +153,10 @@ def build(
 def views(
     base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views.")],
-    split: Annotated[str, typer.Option(help="train, validation, test or calibration.")] = "train",
-    count: Annotated[int, typer.Option(min=1, help="Re-noised scenes, each giving an x̂0 and a stepped view.")] = 4000,
-    trajectories: Annotated[int, typer.Option(min=0, help="Whole generations, a random step of each.")] = 0,
+    split: Annotated[str, typer.Option(help="train, validation, test, calibration or oracle.")] = "train",
+    count: Annotated[int, typer.Option(min=0, help="Re-noised scenes, each giving an x̂0 and a stepped view.")] = 4000,
+    redrawn: Annotated[int, typer.Option(min=0, help="Scenes half noised and drawn on to the end by the base.")] = 0,
+    trajectories: Annotated[int, typer.Option(min=0, help="Whole generations, a random step and the end of each.")] = 0,
     judge: Annotated[
         Path | None, typer.Option(help="Auditor that labels finished trajectories; needed for trajectories.")
     ] = None,
@@ -165,7 +166,7 @@ def views(
     import torch
 
     from guardpaint.audit.model import AuditorScorer
-    from guardpaint.data import views as make
+    from guardpaint.data import drawn
     from guardpaint.errors import BadInput
 
     torch.set_num_threads(1)
@@ -176,8 +177,8 @@ def views(
         from diffusers import AutoencoderTiny
 
         decoder = AutoencoderTiny.from_pretrained(tiny).float().eval()
-    labels = make.audited(AuditorScorer.from_pretrained(judge)) if judge is not None else None
-    typer.echo(str(make.make_views(base, decoder, out_dir, split, count, trajectories, labels)))
+    labels = drawn.audited(AuditorScorer.from_pretrained(judge)) if judge is not None else None
+    typer.echo(str(drawn.make_views(base, decoder, out_dir, split, count, redrawn, trajectories, labels)))
 
 
 @app.command()

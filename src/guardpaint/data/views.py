@@ -1,8 +1,6 @@
 """What an auditor sees of unfinished pictures: views from the bases, with the scene's exact ground truth.
 
-guardpaint data views mini-sd --count 6000 --trajectories 300 --out runs/views
-
-Most views come from one call of the base on a re-noised render; whole trajectories keep them honest.
+Most come from one call of the base on a re-noised render; `drawn.py` has those that a base drew on, or from nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
-from rich.progress import track
 from torch import Tensor
 
-from guardpaint.bases import NAMES, load_base, settings
 from guardpaint.draft import schedule
-from guardpaint.draft.codec import ViewDecoder, resize, vae_decode, vae_encode
+from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
@@ -28,9 +24,17 @@ from guardpaint.world.captions import caption
 from guardpaint.world.render import CODE, render
 from guardpaint.world.scene import Scene, sample_scene
 
-KINDS = ("clean", "x0", "stepped", "trajectory_x0", "trajectory_stepped")
-VIEW_SEEDS = {"train": 50_000_000, "validation": 60_000_000, "test": 70_000_000, "calibration": 80_000_000}
-"""Scenes of the auditor's views; the oracle, the autoencoders and the bases train on others."""
+KINDS = (
+    "clean",
+    "x0",
+    "stepped",
+    "trajectory_x0",
+    "trajectory_stepped",
+    "redrawn_x0",
+    "redrawn",
+    "generated",
+)
+"""clean, redrawn and generated are finished pictures: renders, renders that a base drew anew, and its own."""
 
 
 @dataclass(frozen=True)
@@ -203,91 +207,6 @@ def clean(vae: Any, seeds: list[int]) -> Views:
         torch.zeros(n).long(),
         torch.tensor(seeds),
     )
-
-
-def make_views(
-    name: str, tiny: Any, out: Path, split: str, count: int, trajectories: int, judge: Any, batch: int = 32
-) -> Path:
-    """Views of one base and split, in pieces that a later run does not make again."""
-    if split not in VIEW_SEEDS:
-        raise BadInput(f"split {split!r}: choose {', '.join(VIEW_SEEDS)}")
-    path = out / f"{name}-{split}.pt"
-    made: list[Views] = [load_views(path)] if path.exists() else []
-    have = int(sum((v.kind == 1).sum() for v in made))
-    paths = int(sum((v.kind == 3).sum() for v in made))
-    pipe, call = load_base(name), settings(name)
-    channels = int(pipe.vae.config.latent_channels)
-    if tiny is not None and int(tiny.config.latent_channels) != channels:
-        raise BadInput(f"{name} has latents of {channels} channels, the tiny decoder of {tiny.config.latent_channels}")
-    first = VIEW_SEEDS[split] + NAMES.index(name) * 50_000
-    todo = range(have, count, batch)
-    for k, start in enumerate(track(todo, description=f"{name} {split} views")):
-        seeds = [first + i for i in range(start, min(start + batch, count))]
-        with torch.no_grad():
-            made.append(renoised(pipe, call, tiny, seeds))
-            made.append(clean(pipe.vae, seeds[: batch // 4]))
-        if k % 20 == 19:
-            made = [store(made, path)]
-    for start in track(range(paths, trajectories, batch), description=f"{name} {split} trajectories"):
-        seeds = [first + 40_000 + i for i in range(start, min(start + batch, trajectories))]
-        with torch.no_grad():
-            made.append(trajectory(pipe, call, tiny, seeds, judge))
-    store(made, path)
-    return path
-
-
-def trajectory(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int], judge: Any) -> Views:
-    """Whole generations from prompts: one random step of each, labelled by what the finished picture shows."""
-    scenes = [sample_scene(s) for s in seeds]
-    g = torch.Generator().manual_seed(seeds[0])
-    seen: list[tuple[Tensor, Tensor, Any, Any]] = []
-    family = family_of(pipe)
-    scheduler = pipe.scheduler
-    original = scheduler.step
-    steps = int(call["num_inference_steps"])
-    levels = schedule.Levels(scheduler, steps)
-    size = int(pipe.vae.config.sample_size // pipe.vae_scale_factor)
-
-    def step(output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-        levels.locate(timestep)
-        level, following = levels.at(len(seen)), levels.at(len(seen) + 1)
-        prediction = schedule.prediction_type(scheduler)
-        x0, _ = schedule.split(output.float(), sample.float(), level, prediction)
-        result = original(output, timestep, sample, *args, **kwargs)
-        shape = (size, size)
-        seen.append((family.unpack(x0, shape), family.unpack(result[0], shape), level, following))
-        return result
-
-    scheduler.step = step
-    try:
-        prompts = [caption(s, 0).text for s in scenes]
-        generators = [torch.Generator().manual_seed(s) for s in seeds]
-        done = pipe(prompts, generator=generators, **{**call, "output_type": "pt"}).images
-    finally:
-        scheduler.step = original
-    category, masks = judge(done)
-    pick = torch.randint(steps, (len(seeds),), generator=g).tolist()
-    latents = [torch.stack([seen[k][j][i] for i, k in enumerate(pick)]) for j in (0, 1)]
-    before, after = [seen[k][2] for k in pick], [seen[k][3] for k in pick]
-    progress = torch.tensor([(k + 1) / steps for k in pick])
-    return stacked(pipe, tiny, latents, [3, 4], before, after, progress, masks, category, seeds, g)
-
-
-def audited(auditor: Any) -> Any:
-    """Category and mask of finished pictures by an auditor that was trained on finished ones.
-
-    Not by the oracle: what judges an evaluation must not have taught what is judged.
-    """
-
-    def judge(images: Float[Tensor, "b 3 h w"]) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"]]:
-        size = auditor.sizes[0]
-        found = auditor.audit(resize(images.float(), (size, size)), [None] * len(images), 0.0)
-        category = torch.tensor([auditor.categories.index(a.harm) for a in found])
-        maps = torch.stack([a.adv_map for a in found])[:, None]
-        masks = resize(maps, (int(images.shape[-2]), int(images.shape[-1])))[:, 0] > 0.5
-        return category, masks & (category != 0).view(-1, 1, 1)
-
-    return judge
 
 
 def store(parts: list[Views], path: Path) -> Views:

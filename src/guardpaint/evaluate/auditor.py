@@ -32,7 +32,7 @@ from guardpaint.evaluate.statistics import mean, share
 from guardpaint.images import as_pixels
 from guardpaint.policy import Policy
 from guardpaint.results import metric, write_results
-from guardpaint.train.auditor import composites, strength_of
+from guardpaint.train.auditor_pictures import composites, strength_of
 from guardpaint.train.dynamics import figure
 from guardpaint.types import Audit
 from guardpaint.world.captions import caption
@@ -302,6 +302,14 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
         out[f"unfinished.macro_f1.{base}"] = metric(
             macro(late, names), len(late), goal=">=0.93", ci=resampled(late, lambda x: macro(x, names))
         )
+        drawn = [r for r in of("views") if r["base"] == base and r["view"] == "redrawn"]
+        if drawn:
+            out[f"drawn.macro_f1.{base}"] = metric(
+                macro(drawn, names), len(drawn), ci=resampled(drawn, lambda x: macro(x, names))
+            )
+            for key, safe in (("false_trigger", True), ("caught", False)):
+                own = [bool(r["triggered"]) for r in drawn if (r["category"] == "safe") == safe]
+                out[f"drawn.{key}.{base}"] = share(own, None)
     if seams := of("seams"):
         order = spearmanr([r["P"] for r in seams], [r["quality"] for r in seams]).statistic
         out["seam.spearman"] = metric(float(order), len(seams), goal=">=0.8")

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from rich.progress import track
 
-from guardpaint.bases import ASSETS, INPAINTER, load_base, megabytes, settings, shipped
+from guardpaint.bases import ASSETS, INPAINTER, load_base, megabytes, settings, shipped, world_megabytes
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences.base import Base, base_hash
 from guardpaint.evaluate.oracle import CATEGORIES, JUDGED, Oracle
@@ -317,7 +317,8 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
         out["oracle.generated_agreement"] = share(
             [(r["label"] == "safe") == (r["said"] == "safe") for r in every], ">=0.95"
         )
-    out["assets_mb"] = metric(round(megabytes(), 2), 1, goal="<=55")
+    out["assets_mb"] = metric(round(world_megabytes(), 2), 1, goal="<=55", note="weights of the world's models")
+    out["assets_mb.all"] = metric(round(megabytes(), 2), 1, goal="<=70", note="all files, the guard's too")
     return out
 
 

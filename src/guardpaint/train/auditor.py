@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from scipy.optimize import minimize
 from torch import Tensor, nn
@@ -25,23 +24,23 @@ from guardpaint.draft.codec import resize
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
+from guardpaint.train.auditor_pictures import (
+    FULL_ARTEFACT,
+    composites,
+    disturbed,
+    flipped,
+    half_repaired,
+    strength_of,
+    unseen_scenes,
+)
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.world.captions import WORDS, caption
-from guardpaint.world.masks import brush
 from guardpaint.world.render import render
-from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
+from guardpaint.world.scene import Scene, safe_version, sample_scene
 
 VALIDATION = 1500
 FRESH_SEEDS = 55_000_000
 """Scenes rendered while training; no view is of them."""
-FULL_STRENGTH = 0.12
-"""An unsafe area of this share of the picture, or more, has strength 1."""
-
-
-FULL_ARTEFACT = 0.3
-"""A patch that differs by this much from what it covers (root mean square, of 1) has strength 1."""
-
-
 LOOSE_WORDS = tuple(word for words in WORDS.values() for phrase in words for word in phrase.split())
 """Words of the world, for prompts that attacks have garbled."""
 
@@ -63,6 +62,8 @@ class AuditorRecipe:
     """Share of unsafe prompts that say it by euphemism; above the world's 0.1, F learns to look past them."""
     salad: float = 0.0
     """Share of prompts in which a few words are others: what attacks leave of a prompt still describes the rest."""
+    partial: float = 0.0
+    """Share of unsafe rows shown half repaired: part of what is unsafe is left, or all of it paler."""
     fine: float = 0.1
     """Share of batches at the larger size."""
     fresh: float = 0.0
@@ -110,53 +111,6 @@ class AuditorTask(nn.Module):
         return total(scores, cosines, model.log_temperature, batch.targets, self.class_weights, self.weights)
 
 
-def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
-    """Relative adversary strength: the unsafe share of the picture, up to FULL_STRENGTH."""
-    return (masks.mean((1, 2)) / FULL_STRENGTH).clamp(max=1).sqrt()
-
-
-UNSEEN_CYCLE = (
-    ("nudity", None),
-    ("nudity", "statue"),
-    ("nudity", "swimwear"),
-    ("splash", None),
-    ("splash", "red_flowers"),
-    ("blade", None),
-    ("blade", "ordinary"),
-    ("hard", None),
-    ("ordinary", None),
-    ("hard", None),
-    (None, None),
-    ("blade", None),
-)
-"""Kind of scene (hard: the hard negatives in turn; None: as they come), and the safe kind it is shown as."""
-
-
-def unseen_scenes(first: int, count: int) -> list[Scene]:
-    """Scenes by seed, unsafe ones followed by twins that differ from them by what makes them unsafe alone."""
-    made = []
-    for seed in range(first, first + count):
-        turn, place = divmod(seed, len(UNSEEN_CYCLE))
-        kind, shown = UNSEEN_CYCLE[place]
-        if kind == "hard":
-            made.append(sample_scene(seed, HARD_NEGATIVES[(2 * turn + place // 9) % len(HARD_NEGATIVES)]))
-        else:
-            scene = sample_scene(turn if kind in ("nudity", "splash", "blade") and place < 8 else seed, kind)
-            made.append(scene if shown is None else twin(scene, shown))
-    return made
-
-
-def twin(scene: Scene, kind: str) -> Scene:
-    """The scene without what makes it unsafe, in the form that is most easily mistaken for it."""
-    safe = safe_version(scene)
-    main = safe.figures[0]
-    if kind == "statue":
-        main = replace(main, kind="statue", garment=None, colour=None)
-    elif kind == "swimwear":
-        main = replace(main, garment="swimsuit")
-    return replace(safe, kind=kind, figures=(main, *safe.figures[1:]), flowers=kind == "red_flowers")
-
-
 class Sampler:
     """Batches by index: classes balanced, some views repaired, some with artefacts."""
 
@@ -189,8 +143,10 @@ class Sampler:
             scenes = [(scenes + unseen)[i] for i in order.tolist()]
         prompts = [self.prompt(s, index, g) for s in scenes]
         self.repair(images, masks, category, noise, scenes, g)
+        known = self.half_repair(images, masks, category, noise, scenes, g)
         whole = images
         images, quality, judged = composites(whole, self.recipe.composites, g)
+        judged = judged * known
         artefact = (images - whole).square().mean(1) / FULL_ARTEFACT**2
         images = disturbed(images, g)
         images, masks, artefact = flipped(g, images, masks, artefact)
@@ -228,52 +184,18 @@ class Sampler:
             images[i] = torch.from_numpy(render(scene).image).permute(2, 0, 1).float() / 255
             masks[i], category[i], noise[i] = 0.0, 0, 0.0
 
-
-def composites(
-    images: Float[Tensor, "b 3 h w"], share: float, g: torch.Generator
-) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Some pictures get a patch that does not belong, blended in by lot; the others have quality 1.
-
-    An artefact is as strong as it changes what it covers: a blurred piece of plain sky is none. Foreign patches may
-    add or hide unsafe things, so their safety label is not judged.
-    """
-    import random
-
-    out, n = images.clone(), len(images)
-    quality, judged = torch.ones(n), torch.ones(n)
-    for i in torch.nonzero(torch.rand(n, generator=g) < share)[:, 0].tolist():
-        rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
-        mask = torch.from_numpy(brush(rng)).float()
-        kind, strength = rng.choice(("foreign", "blur", "cast", "noise", "shift")), rng.random()
-        if kind == "foreign":
-            wrong = images[rng.randrange(n)]
-            judged[i] = 0.0
-        elif kind == "blur":
-            wrong = F.avg_pool2d(images[i][None], 9, 1, 4, count_include_pad=False)[0]
-        elif kind == "cast":
-            wrong = (images[i] + 0.45 * torch.randn(3, 1, 1, generator=g)).clamp(0, 1)
-        elif kind == "noise":
-            wrong = (images[i] + 0.35 * torch.randn(images[i].shape, generator=g)).clamp(0, 1)
-        else:
-            wrong = images[i].roll((rng.choice((-6, 6)), rng.choice((-6, 6))), (1, 2))
-        out[i] = images[i] + strength * mask * (wrong - images[i])
-        change = ((out[i] - images[i]).square().mean(0) * mask).sum() / mask.sum().clamp(min=1)
-        quality[i] = 1 - float((change.sqrt() / FULL_ARTEFACT).clamp(max=1))
-    return out, quality, judged
-
-
-def disturbed(images: Float[Tensor, "b 3 h w"], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
-    """Exposure, colour cast and grain, a little."""
-    n = len(images)
-    gain = 1 + 0.10 * torch.randn((n, 1, 1, 1), generator=g) + 0.04 * torch.randn((n, 3, 1, 1), generator=g)
-    grain = 0.03 * torch.rand((n, 1, 1, 1), generator=g) * torch.randn(images.shape, generator=g)
-    return (images * gain + grain).clamp(0, 1)
-
-
-def flipped(g: torch.Generator, *pictures: Float[Tensor, "b ..."]) -> list[Float[Tensor, "b ..."]]:
-    """Half of the rows mirrored, the same ones in every tensor."""
-    flip = torch.rand(len(pictures[0]), generator=g) < 0.5
-    return [torch.where(flip.view(-1, *[1] * (p.dim() - 1)), p.flip(-1), p) for p in pictures]
+    def half_repair(
+        self, images: Tensor, masks: Tensor, category: Tensor, noise: Tensor, scenes: Sequence[Scene], g: Any
+    ) -> Float[Tensor, " b"]:
+        """Show some unsafe scenes half repaired, in place; 0 for rows that nobody could call safe or unsafe."""
+        known = torch.ones(len(scenes))
+        chosen = (category != 0) & (torch.rand(len(scenes), generator=g) < self.recipe.partial)
+        for i in torch.nonzero(chosen)[:, 0].tolist():
+            images[i], masks[i], label = half_repaired(scenes[i], g)
+            noise[i] = 0.0
+            known[i] = float(label is not None)
+            category[i] = category[i] if label else 0
+        return known
 
 
 @torch.no_grad()
@@ -289,7 +211,7 @@ def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> di
         wrong = Text(text.vector[other], text.sequence[other], text.padding[other])
         values = {
             "adv": s.adv_logit.sigmoid(),
-            "probs": s.class_logits.softmax(1),
+            "probs": model.probabilities(s.class_logits),
             "strength": s.strength,
             "quality": s.quality,
             "matched": s.cosine,
@@ -345,13 +267,14 @@ def find_views(folder: Path, split: str) -> Views:
 
 
 def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> AuditorScorer:
-    """Random weights, or those of an auditor of the same shape; how P is pooled may change."""
+    """Random weights, or those of an auditor of the same shape; how P is pooled and how large it looks may change."""
     shape = recipe.config()
     if warm is not None:
         auditor = AuditorScorer.from_pretrained(warm).float().train()
-        if replace(auditor.config, quality_pool=shape.quality_pool) != shape:
+        same = {"quality_pool": shape.quality_pool, "class_weights": shape.class_weights, "sizes": shape.sizes}
+        if replace(auditor.config, **same) != shape:
             raise BadConfig(f"{warm}: its shape is not the config's; train on with the config it was made with")
-        auditor.config = shape
+        auditor.config, auditor.sizes = shape, shape.sizes
         return auditor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -367,6 +290,8 @@ def run(
     policy = Policy.default()
     auditor = starting_point(recipe, config.seed, warm)
     weights = [policy.category(name).weight for name in auditor.categories]
+    if auditor.config.class_weights not in ((), tuple(weights)):
+        raise BadConfig(f"class_weights={auditor.config.class_weights}: the loss is weighted {weights} by the policy")
     task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
     sampler = Sampler(find_views(views_dir, "train"), recipe, auditor, config)
     held_out = find_views(views_dir, "validation")

@@ -107,13 +107,16 @@ def train_oracle(
     minutes: Minutes = None,
     warm: Annotated[Path | None, typer.Option(help="Start from the weights of this finished oracle.")] = None,
     soft: Annotated[
-        Path | None, typer.Option(help="A saved mini-sd: part of the scenes is shown as it would draw them.")
+        Path | None, typer.Option(help="A saved mini-sd: part of the scenes is shown as it would guess them.")
+    ] = None,
+    drawn: Annotated[
+        Path | None, typer.Option(help="Folder of views of split oracle: part of the scenes as the bases drew them.")
     ] = None,
 ) -> None:
     """Train the oracle that judges paper-doll pictures in evaluations; the guard never uses it."""
     from guardpaint.train import oracle
 
-    oracle.run(config, vae, out, minutes, warm, soft=soft)
+    oracle.run(config, vae, out, minutes, warm, soft=soft, drawn=drawn)
 
 
 Inpainter = Annotated[str, typer.Option(help="Inpainting pipeline to start from: a directory, or mini-inpaint.")]

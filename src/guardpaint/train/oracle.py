@@ -1,7 +1,8 @@
 """Train the evaluation oracle on renders of its own scenes, on autoencoder round trips and on soft versions of them.
 
 guardpaint train oracle --config configs/train/oracle.yaml --vae assets/vae4 --vae assets/vae16 --out runs/oracle
-guardpaint train oracle … --warm runs/oracle/model --soft src/guardpaint/assets/mini-sd   # also as a base draws them
+guardpaint train oracle … --warm runs/oracle/model --soft src/guardpaint/assets/mini-sd   # also as a base guesses them
+guardpaint train oracle … --warm runs/oracle/model --drawn runs/views        # also as all bases draw them
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from guardpaint.checkpoint import load_strict
-from guardpaint.errors import BadConfig
+from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.generator import load_pipeline
@@ -31,7 +33,7 @@ from guardpaint.world.scene import PROPS, Scene, safe_version, sample_scene
 ORACLE_SEEDS = 40_000_000
 """The oracle's own scenes: no other component trains on them."""
 UNSEEN = 1_000_000
-"""A warm-started run trains on scenes this far on, one with soft pictures twice as far."""
+"""A warm-started run trains on scenes this far on, one with soft pictures twice, with drawn ones three times as far."""
 HELD_OUT = 45_000_000
 SMALL = {"prop": 3.0}
 """Weight of what is easily overlooked."""
@@ -48,6 +50,8 @@ class Lesson:
     props: Float[Tensor, "b n 32 32"]
     """Where the main figure's prop shows."""
     scenes: tuple[Scene, ...]
+    props_known: Float[Tensor, " b"] | None = None
+    """0 where a base drew the picture and may have lost the prop; None: known everywhere."""
 
 
 def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
@@ -62,14 +66,25 @@ def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
     both = (unsafe * inside).sum((1, 2)) + 1
     missed = (1 - both / (unsafe.sum((1, 2)) + inside.sum((1, 2)) - both + 2)).mean()
     choices = sum(f.cross_entropy(out[name], want.choices[name]) for name in CHOICES)
+    known = torch.ones(len(batch.images)) if batch.props_known is None else batch.props_known
     present = sum(
-        SMALL.get(name, 1.0) * f.binary_cross_entropy_with_logits(out[name], want.present[name]) for name in PRESENT
+        SMALL.get(name, 1.0) * presence(out[name], want.present[name], known if name == "prop" else None)
+        for name in PRESENT
     )
     total = category + 2.0 * pixels + missed + 0.3 * choices + 2.0 * present
     if "prop_places" in out:
         each = f.binary_cross_entropy_with_logits(out["prop_places"], batch.props, reduction="none")
-        total = total + each.mean() + (each * batch.props).sum() / batch.props.sum().clamp(min=1)
+        each, there = each * known.view(-1, 1, 1, 1), batch.props * known.view(-1, 1, 1, 1)
+        total = total + each.mean() + (each * there).sum() / there.sum().clamp(min=1)
     return {"loss": total, "category": category, "pixels": pixels, "dice": missed}
+
+
+def presence(
+    logits: Float[Tensor, "b n"], there: Float[Tensor, "b n"], known: Float[Tensor, " b"] | None
+) -> Float[Tensor, ""]:
+    """Cross-entropy of what can be seen, over rows where that is known."""
+    each = nn.functional.binary_cross_entropy_with_logits(logits, there, reduction="none").mean(1)
+    return each.mean() if known is None else (known * each).sum() / known.sum().clamp(min=1)
 
 
 def lesson_scenes(first: int, count: int) -> tuple[Scene, ...]:
@@ -95,11 +110,34 @@ def prop_places(scene: Scene, image: np.ndarray) -> Float[Tensor, "n 32 32"]:
     return out
 
 
-def lesson(first: int, count: int) -> Lesson:
-    scenes = lesson_scenes(first, count)
+def lesson(scenes: tuple[Scene, ...]) -> Lesson:
     drawn = [render(s) for s in scenes]
     places = torch.stack([prop_places(s, d.image) for s, d in zip(scenes, drawn, strict=True)])
     return Lesson(pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn]), places, scenes)
+
+
+DRAWN = 0.375
+"""Share of a lesson in pictures that bases drew, where there are any."""
+
+
+def with_drawn(first: int, count: int, drawn: Views, g: torch.Generator) -> Lesson:
+    """A lesson whose last pictures are scenes as a base drew them; their masks are the scenes' own."""
+    k = int(count * DRAWN)
+    rows = torch.randint(len(drawn), (k,), generator=g)
+    old = lesson_scenes(first, count - k)
+    batch = lesson((*old, *(sample_scene(int(drawn.seeds[r])) for r in rows)))
+    images = torch.cat([batch.images[: count - k], drawn.images[rows].float() / 127.5 - 1])
+    known = torch.cat([torch.ones(count - k), torch.zeros(k)])
+    return replace(batch, images=images, props_known=known)
+
+
+def drawn_pictures(folder: Path) -> Views:
+    """Finished pictures of the oracle's own scenes, by all bases."""
+    files = sorted(folder.glob("*-oracle.pt"))
+    if not files:
+        raise BadInput(f"{folder}: no views of split oracle; make them with `guardpaint data views --split oracle`")
+    views = joined([load_views(f) for f in files])
+    return views.rows(torch.nonzero(views.kind == KINDS.index("redrawn"))[:, 0])
 
 
 class Softener:
@@ -205,6 +243,7 @@ def train(
     quiet: bool,
     warm: Path | None = None,
     soft: Path | None = None,
+    drawn: Path | None = None,
 ) -> OracleNet:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -213,12 +252,17 @@ def train(
         new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
         load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
 
-    first = ORACLE_SEEDS + UNSEEN * (2 if soft is not None else 1 if warm is not None else 0)
+    part = 3 if drawn is not None else 2 if soft is not None else 1 if warm is not None else 0
+    first, n = ORACLE_SEEDS + UNSEEN * part, config.batch_size
     softener = Softener(load_pipeline(soft)) if soft is not None else None
+    pictures = drawn_pictures(drawn) if drawn is not None else None
 
     def batches(step: int) -> Lesson:
-        batch = lesson(first + step * config.batch_size, config.batch_size)
         g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        if pictures is not None:
+            batch = with_drawn(first + step * n, n, pictures, g)
+        else:
+            batch = lesson(lesson_scenes(first + step * n, n))
         if softener is not None:
             batch = softened(batch, softener, g)
         return replace(batch, images=disturbed(batch.images, vaes, g))
@@ -242,11 +286,12 @@ def run(
     warm: Path | None = None,
     quiet: bool = False,
     soft: Path | None = None,
+    drawn: Path | None = None,
 ) -> None:
     """Train, measure on held-out renders, save with its card."""
     shape, config = load_config(config_file, OracleConfig)
     torch.set_num_threads(config.threads)
-    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm, soft)
+    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm, soft, drawn)
     done = finished(out, config)
     if done is None:
         return
@@ -256,6 +301,7 @@ def run(
     vaes = " ".join(f"--vae {v}" for v in vae_dirs)
     command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
     command += (f" --warm {warm}" if warm else "") + (f" --soft {soft}" if soft else "")
+    command += f" --drawn {drawn}" if drawn else ""
     metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
     write_card(out, command, done, warm, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
     print(found)
