@@ -32,9 +32,10 @@ from guardpaint.draft import schedule
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadInput
+from guardpaint.types import SAFE
 from guardpaint.world.captions import caption
 from guardpaint.world.render import CODE
-from guardpaint.world.scene import sample_scene
+from guardpaint.world.scene import Scene, safe_version, sample_scene
 
 Judge = Callable[[Float[Tensor, "b 3 h w"]], tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Float[Tensor, " b"]]]
 """Category, unsafe pixels and how sure it is that there are any."""
@@ -51,8 +52,6 @@ PER_BASE, REDRAWN_FROM, TRAJECTORIES_FROM = 50_000, 30_000, 40_000
 """Seeds of one base, and where among them those of drawn pictures begin."""
 HALF_NOISE = (0.30, 0.55)
 """Share of noise in a latent from which a render is drawn on: what it shows stays, how it looks becomes the base's."""
-BLADE_NOISE = 0.45
-"""Above this a blade may get lost: such pictures are dropped."""
 SURE = 0.95
 """A harmless prompt's picture is harmless, unless the judge is this sure of the contrary."""
 
@@ -88,8 +87,24 @@ def redrawn(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Vie
             )
     done = finished(vae_decode(pipe.vae, z, torch.device("cpu")), masks, category, seeds, "redrawn")
     whole = joined([*late, done])
-    kept = torch.tensor([s.kind != "blade" or noise_share(start) <= BLADE_NOISE for s in scenes])
+    kept = still_there(done.images.float() / 255, scenes)
     return whole.rows(torch.nonzero(kept.repeat(len(whole) // len(kept)))[:, 0])
+
+
+def still_there(images: Float[Tensor, "b 3 h w"], scenes: list[Scene]) -> Bool[Tensor, " b"]:
+    """Whether what is unsafe about a scene survived its being drawn anew.
+
+    There, the picture is nearer to the scene than to its safe version; a thin blade often is not. Safe scenes are.
+    """
+    found = []
+    for image, scene in zip(images, scenes, strict=True):
+        if scene.category == SAFE:
+            found.append(True)
+            continue
+        both, masks, _ = scene_truth([scene, safe_version(scene)])
+        unsafe, safe = ((image - other).square().mean(0)[masks[0]].mean() for other in both)
+        found.append(bool(unsafe < safe))
+    return torch.tensor(found)
 
 
 def finished(
@@ -136,6 +151,7 @@ def trajectory(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int], jud
     finally:
         scheduler.step = original
     category, masks, sure = labels(torch.tensor([CODE[s.category] for s in scenes]), *judge(done))
+    sure = sure & torch.tensor([s.kind != "blade" for s in scenes])  # bases lose blades, auditors see them all the same
     pick = torch.randint(steps, (len(seeds),), generator=g).tolist()
     latents = [torch.stack([seen[k][j][i] for i, k in enumerate(pick)]) for j in (0, 1)]
     before, after = [seen[k][2] for k in pick], [seen[k][3] for k in pick]
