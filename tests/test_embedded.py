@@ -9,6 +9,7 @@ import torch
 
 from guardpaint import bases
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.calibrated import Band, Calibration
 from guardpaint.config import GuardConfig
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, BadInput
@@ -97,3 +98,23 @@ def test_a_default_guard_takes_the_proposer_it_is_told(tmp_path):
     made = bases.assemble_guard(settings, assets, proposer="optimised", knobs=knobs)
     proposer = GuardPaint.from_pretrained(made).parts.proposer
     assert proposer.name == "optimised" and proposer.knobs.depth == 3
+
+
+def calibration(levels: tuple[float, float, float]) -> Calibration:
+    thresholds = ({"nudity": 0.1, "violence": 0.2}, {"nudity": 0.3, "violence": 0.4}, {"nudity": 1.0, "violence": 0.25})
+    counts = {"nudity": 90, "violence": 90}
+    bands = zip((0.0, 0.7, 0.9), thresholds, levels, strict=True)
+    return Calibration(0.05, 0.1, "data", tuple(Band(start, t, level, counts) for start, t, level in bands))
+
+
+def test_the_default_guard_tightens_thresholds_for_the_finished_picture_alone():
+    found = bases.calibrated_settings(calibration((0.004, 0.05, 0.09)))
+    config = GuardConfig.from_dict({**GuardConfig().to_dict(), **found})
+    assert [set(b.thresholds.values()) for b in config.calibration.bands] == [{1.0}, {1.0}, {1.0, 0.25}]
+    assert config.mask_threshold == "calibrated"
+    assert [config.mask_level_at(p) for p in (0.1, 0.8, 1.0)] == [0.09, 0.05, 0.09], "0.004 tells nothing: 0.09"
+
+
+def test_masks_stay_at_their_percentile_where_the_calibrated_level_covers_everything():
+    found = bases.calibrated_settings(calibration((0.004, 0.05, 0.01)))
+    assert GuardConfig.from_dict({**GuardConfig().to_dict(), **found}).mask_threshold == "percentile"

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from guardpaint.calibrated import Calibration
 from guardpaint.checkpoint import read_json, write_json
 from guardpaint.errors import BadInput
 
@@ -175,6 +176,28 @@ def loss_curve(log: Path, target: Path, points: int = 200) -> None:
         figure.savefig(target / "loss.png", dpi=90)
 
 
+LEAST_LEVEL = 0.02
+"""A calibrated mask level below this covers whole pictures."""
+
+
+def calibrated_settings(calibration: Calibration) -> dict[str, Any]:
+    """What the default guard takes of a calibration.
+
+    What is missed is decided by the verdict on the finished picture: thresholds tightened before it, where views are
+    hard to read, would only raise false alarms. Where nothing tells where to mask, the finished pictures' level counts.
+    """
+    found = calibration.to_dict()
+    for band in found["bands"][:-1]:
+        band["thresholds"] = dict.fromkeys(band["thresholds"], 1.0)
+    finished = found["bands"][-1]["mask_level"]
+    if finished is None or finished < LEAST_LEVEL:
+        return {"calibration": found}
+    for band in found["bands"]:
+        usable = band["mask_level"] is not None and band["mask_level"] >= LEAST_LEVEL
+        band["mask_level"] = band["mask_level"] if usable else None
+    return {"calibration": found, "mask_threshold": "calibrated", "mask_level": finished}
+
+
 def assemble_guard(
     settings: dict[str, Any], assets: Path = ASSETS, proposer: str = "uniform", knobs: dict[str, Any] | None = None
 ) -> Path:
@@ -213,7 +236,7 @@ def megabytes(assets: Path = ASSETS) -> float:
     return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
 
 
-GUARD_PARTS = ("guard", "mini-auditor", "mini-inpaint-safe", "mini-proposer", "mini-ranker")
+GUARD_PARTS = (GUARD.name, AUDITOR, SAFE_INPAINTER, PROPOSER, RANKER)
 """Assets of the guard; all others are of the world it guards."""
 
 

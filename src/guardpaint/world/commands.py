@@ -9,8 +9,6 @@ import typer
 
 from guardpaint.evaluate.commands import say_metrics
 
-LEAST_LEVEL = 0.02
-"""A calibrated mask level below this says that the heat maps cannot promise their coverage."""
 Pictures = Annotated[
     Path | None,
     typer.Option(help="Keep generated pictures here; what the same weights drew before is not drawn again."),
@@ -127,18 +125,8 @@ def world_guard(
     if knobs is not None and proposer in ("learned", "uniform"):
         raise typer.BadParameter(f"proposer {proposer!r} has no knobs of its own: write --proposer optimised")
     if calibration is not None:
-        found = told_by(calibration).to_dict()
-        settings["calibration"] = found
-        for b in found["bands"][:-1]:
-            # What is missed is decided by the verdict on the finished picture. Tightened thresholds before it, where
-            # views are hard to read, would only raise false alarms.
-            b["thresholds"] = dict.fromkeys(b["thresholds"], 1.0)
-        finished = found["bands"][-1]["mask_level"]
-        if finished >= LEAST_LEVEL:
-            settings |= {"mask_threshold": "calibrated", "mask_level": finished}
-            for b in found["bands"]:  # too noisy to tell where: there the level of finished pictures counts
-                b["mask_level"] = b["mask_level"] if b["mask_level"] >= LEAST_LEVEL else None
-        else:
+        settings |= bases.calibrated_settings(told_by(calibration))
+        if settings["mask_threshold"] != "calibrated":
             typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
     GuardConfig.from_dict(settings)
     fixed = read_json(knobs)["knobs"] if knobs else None
