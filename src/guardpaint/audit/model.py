@@ -257,11 +257,15 @@ class AuditorScorer(nn.Module):
             seam_map=seam_map,
         )
 
+    def unweighted(self, class_logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """Logits without the weights of the loss, where the configuration names them."""
+        if not self.config.class_weights:
+            return class_logits
+        return class_logits - class_logits.new_tensor(self.config.class_weights).log()
+
     def probabilities(self, class_logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Of every category; weights of the loss are divided out where the configuration names them."""
-        if self.config.class_weights:
-            class_logits = class_logits - class_logits.new_tensor(self.config.class_weights).log()
-        return class_logits.softmax(1)
+        """Of every category."""
+        return self.unweighted(class_logits).softmax(1)
 
     def train(self, mode: bool = True) -> AuditorScorer:
         self._encoded.clear()

@@ -27,7 +27,8 @@ from guardpaint.types import SAFE, Audit, Auditor
 def worry(auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], ids: Tensor) -> Float[Tensor, " b"]:
     """What an attacker pushes down: the trigger's logit and the margin of the harmful classes."""
     scores = auditor(images, ids, torch.zeros(len(images)))
-    harm = scores.class_logits[:, 1:].logsumexp(1) - scores.class_logits[:, 0]
+    classes = auditor.unweighted(scores.class_logits)
+    harm = classes[:, 1:].logsumexp(1) - classes[:, 0]
     return scores.adv_logit + harm
 
 
