@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from guardpaint import tiny
 from guardpaint.audit.regions import soft_mask
-from guardpaint.config import CHOICES
-from guardpaint.doubles import AlwaysSafe, FlagsBright, PaintsFlat, constant_audit
+from guardpaint.config import CHOICES, GuardConfig
+from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, constant_audit
 from guardpaint.policy import Policy
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.system import GuardPaint
@@ -236,4 +236,40 @@ def test_a_trigger_that_the_full_decode_does_not_confirm_changes_nothing(pipe):
     report = out.safety[0]
     assert report.status == "clean" and next(Changes.answers, None) is None
     first = report.steps[0]
-    assert first.triggered and not first.tournaments and "not confirmed" in first.notes[0]
+    assert not first.triggered and not first.tournaments and "not confirmed" in first.notes[0]
+
+
+def test_a_hold_outlives_a_trigger_that_is_not_confirmed(pipe):
+    """Repaired at the first of three audits; the second flags the small views and not the full one: the hold stands."""
+
+    class Wavers(FlagsBright):
+        passes = 0
+
+        def audit(self, images, prompts, noise):
+            found = super().audit(images, prompts, noise)
+            if noise > 0 and len(images) == 1 and self.held():
+                Wavers.passes += 1
+                said = 0.99 if Wavers.passes <= 2 else 0.01
+                return [constant_audit(said, p, min(images.shape[-2:])) for p in prompts]
+            return found
+
+        def held(self):
+            return bool(opened and opened[-1].holds)
+
+    guard = GuardPaint(Wavers(), PaintsFlat(), config=GuardConfig(audits=3, audit_start=0.0, view_decoder="full"))
+    opened = captured(guard)
+    out = call(guard.attach(pipe))
+    steps = out.safety[0].steps
+    assert steps[0].reinsertion and Wavers.passes == 3
+    assert any("not confirmed" in n for n in steps[1].notes) and not any("hold failed" in n for n in steps[1].notes)
+
+
+def test_repairs_are_painted_into_what_the_vae_decodes(family):
+    """auto looks through the tiny decoder and repairs what the VAE shows; tiny does both with the tiny one."""
+    pipe, decoder = tiny.pipeline(family), tiny.tiny_decoder(tiny.LATENT_CHANNELS[family])
+    for wanted, looked, repaired in (("auto", "tiny", "full"), ("tiny", "tiny", "tiny"), ("full", "full", "full")):
+        guard = GuardPaint(
+            AlwaysUnsafe(), PaintsFlat(), config=GuardConfig(view_decoder=wanted), decoders={family: decoder}
+        )
+        first = call(guard.attach(pipe)).safety[0].steps[0]
+        assert first.tournaments and first.audits[0].decoder == looked and first.audits[-1].decoder == repaired

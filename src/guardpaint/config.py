@@ -72,7 +72,7 @@ class GuardConfig:
     resolution: str = "adaptive"
     """adaptive: coarse, then fine if it triggers or is in the band; paper: switch at progress 0.65."""
     view_decoder: str = "auto"
-    """tiny decoder when one is loaded for the family (auto), always tiny, or always the full VAE."""
+    """auto: looks by the tiny decoder where one is loaded, repairs in what the VAE decodes; tiny, full: always that."""
     band: float = 0.10
     """Width below the trigger in which the coarse pass asks for a fine one."""
     heat_map: str = "adv"

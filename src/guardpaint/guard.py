@@ -73,7 +73,7 @@ class ImageGuard:
     errors: list[str] = field(default_factory=list)
     edited: bool = False
     suspect: Bool[Tensor, "h w"] | None = None
-    """Where the latest trigger pointed."""
+    """Where the latest audited step's trigger pointed; None: it did not trigger, or nowhere."""
     spent: float = 0.0
 
     def first_pass(self, progress: float) -> int:
@@ -88,6 +88,7 @@ class ImageGuard:
 
     def step(self, draft: Draft, views: Views, first: Audit) -> tuple[Reinserted, Edit] | None:
         """One audited step. None = benign, or nothing accepted: the control stays, bit for bit."""
+        self.suspect = None
         record = self.open(draft, views)
         audit, finding = self.confirm(views, first, record)
         if finding is None or self.parts.config.mode == "monitor":
@@ -156,8 +157,10 @@ class ImageGuard:
         if not (views.exact and audit.pixels == fine):
             with self.clock(record, "audit"):
                 audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
-            if self.note(audit, views.decoder, record) is None and not views.exact:
-                record.notes.append("not confirmed by the full decode: left to the next audit")
+            confirmed = self.note(audit, views.repair_decoder, record)
+            if confirmed is None and draft.step + 1 < draft.steps and not views.exact:
+                record.triggered = False
+                record.notes.append(f"{record.reason}; not confirmed by the full decode: left to the next audit")
                 return None
         regions = self.regions(audit, finding, control, record.progress)
         record.regions += len(regions)

@@ -200,8 +200,10 @@ class Request:
 
     def release_failed_hold(self, i: int, guard: ImageGuard, draft: Draft) -> None:
         """A hold inside which the new trigger points has failed; one elsewhere stands (SPEC §6)."""
+        if guard.suspect is None:
+            return
         self.nulls.pop(i, None)
-        if i not in self.holds or guard.suspect is None:
+        if i not in self.holds:
             return
         size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
         suspect = latent_mask(guard.suspect.float(), size).to(draft.latent)
@@ -274,7 +276,8 @@ class Request:
         if wanted == "tiny" and self.tiny is None:
             raise BadInput(f"view_decoder=tiny, but no tiny decoder is loaded for family {self.family.name!r}")
         tiny = None if wanted == "full" else self.tiny
-        return ViewDecoder(tiny, self.vae, self.pipe.vae_scale_factor, self.pipe._execution_device)
+        device = self.pipe._execution_device
+        return ViewDecoder(tiny, self.vae, self.pipe.vae_scale_factor, device, only_tiny=wanted == "tiny")
 
     def ensure(self, count: int) -> None:
         """One guard per image, made when the batch size is first seen."""

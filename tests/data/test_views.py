@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from guardpaint import tiny
+from guardpaint.bases import NAMES
 from guardpaint.data import drawn, views
 from guardpaint.draft import schedule
 from guardpaint.draft.families import family_of
@@ -136,6 +137,8 @@ def test_a_picture_is_labelled_where_prompt_and_judge_agree():
     where = torch.ones(5, 2, 2, dtype=torch.bool)
     category, masks, known = drawn.labels(asked, said, where, harm)
     assert known.tolist() == [True, False, True, False, False]
+    where[2] = False
+    assert drawn.labels(asked, said, where, harm)[2].tolist() == [True, False, False, False, False], "seen nowhere"
     assert torch.equal(category, asked) and masks.flatten(1).any(1).tolist() == [False, False, True, True, True]
 
 
@@ -179,10 +182,16 @@ def test_a_render_drawn_on_by_a_trained_base_still_shows_the_scene():
 
 
 def test_a_set_of_views_goes_on_where_it_stopped(tmp_path):
-    path = drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 4, batch=4)
+    """Counts are rounded up to whole batches, so that nothing is skipped and nothing is made twice."""
+    path = drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 6, 3, batch=4)
     one = views.load_views(path)
-    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=4)
+    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 10, 8, batch=4)
     two = views.load_views(path)
-    assert torch.equal(two.images[: len(one)], one.images) and set(two.seeds.tolist()) > set(one.seeds.tolist())
-    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=4)
+    assert torch.equal(two.images[: len(one)], one.images)
+    first = drawn.VIEW_SEEDS["oracle"] + 50_000 * NAMES.index("mini-sd3-turbo")
+    assert two.seeds[two.kind == 1].tolist() == list(range(first, first + 12))
+    assert set(two.seeds[two.kind == 6].tolist()) <= set(range(first + 30_000, first + 30_008))
+    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 10, 8, batch=4)
     assert len(views.load_views(path)) == len(two)
+    with pytest.raises(BadInput, match="give --count, --redrawn or --trajectories"):
+        drawn.make_views("mini-sd", None, tmp_path, "oracle", 0)

@@ -190,3 +190,9 @@ def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
     assert known == pytest.approx(0.6931, abs=1e-3), "what is said of drawn props costs nothing: ln 2 is left"
     with pytest.raises(BadInput, match="no views of split oracle"):
         trainer.drawn_pictures(tmp_path / "none")
+
+
+def test_soft_and_drawn_pictures_are_not_mixed(tmp_path):
+    config = trainer.TrainConfig(steps=1, batch_size=2, learning_rate=0.1, seed=1)
+    with pytest.raises(BadConfig, match="one or the other"):
+        trainer.train(OracleConfig((8, 8, 8, 8)), config, [], tmp_path, None, True, None, tmp_path, tmp_path)

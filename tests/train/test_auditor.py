@@ -22,7 +22,7 @@ from guardpaint.train import auditor_pictures
 from guardpaint.train.engine import TrainConfig
 from guardpaint.world.captions import HIDDEN_NUDITY, caption
 from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from guardpaint.world.scene import HARD_NEGATIVES, sample_scene
 
 SMALL = {"small": True, "sizes": [64, 96]}
 
@@ -61,7 +61,7 @@ def test_part_of_a_batch_is_rendered_anew(view_folder):
     assert not torch.equal(batch.images, s.batch(3).images)
     assert (batch.targets.mask.flatten(1).any(1) == (batch.targets.category != 0)).all()
     kinds = [scene.kind for scene in trainer.unseen_scenes(trainer.FRESH_SEEDS, 96)]
-    assert set(trainer.HARD_NEGATIVES) <= set(kinds)
+    assert set(HARD_NEGATIVES) <= set(kinds)
 
 
 def test_prompts_vary_and_may_be_garbled(view_folder):
@@ -97,10 +97,10 @@ def test_twins_differ_by_what_is_unsafe_alone():
     """Same place, light, people and poses; no unsafe pixel; the other kind's mark."""
     first = 12 * 1000
     scenes = trainer.unseen_scenes(first, 12)
-    for place, (kind, shown) in enumerate(trainer.UNSEEN_CYCLE):
+    for place, (kind, shown) in enumerate(auditor_pictures.UNSEEN_CYCLE):
         if shown is None:
             continue
-        unsafe = scenes[max(i for i in range(place) if trainer.UNSEEN_CYCLE[i] == (kind, None))]
+        unsafe = scenes[max(i for i in range(place) if auditor_pictures.UNSEEN_CYCLE[i] == (kind, None))]
         safe = scenes[place]
         assert unsafe.category != "safe" == safe.category and safe.kind == shown
         assert render(unsafe).mask.any() and not render(safe).mask.any()
@@ -270,6 +270,7 @@ def test_half_repairs_that_nobody_could_judge_are_not_judged(view_folder):
     targets = s.batch(1).targets
     unsafe = targets.category != 0
     assert targets.judged.min() == 0 and targets.judged.max() == 1
+    assert targets.rated.sum() == 8, "the edges of the eight half repairs are not rated"
     assert targets.mask[unsafe & (targets.judged == 1)].flatten(1).any(1).all()
 
 

@@ -136,3 +136,11 @@ def test_cells_are_told_where_an_artefact_is():
     right[0, 0, 0] = 0.0
     assert losses.seam_map_loss(right, artefact).item() == pytest.approx(math.log(2) / 2)
     assert losses.seam_map_loss(torch.full((1, 2, 2), 20.0), artefact).item() == pytest.approx(5.0, rel=1e-3)
+
+
+def test_unrated_rows_tell_the_seam_head_nothing():
+    """Two maps of one cell: the second one's error counts only where it is rated. Logit 0 costs ln 2 each."""
+    maps, artefact = torch.zeros(2, 1, 1), torch.tensor([[[0.0]], [[1.0]]])
+    both = losses.seam_map_loss(maps, artefact)
+    first = losses.seam_map_loss(maps, artefact, torch.tensor([1.0, 0.0]))
+    assert float(both) == pytest.approx(0.6931, abs=1e-3) and float(first) == pytest.approx(0.6931 / 2, abs=1e-3)

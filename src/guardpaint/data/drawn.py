@@ -170,7 +170,7 @@ def labels(
     A base seldom draws harm that nobody asked for, less often than an auditor takes something harmless for harm; so a
     harmless prompt counts, unless the judge is sure.
     """
-    known = torch.where(asked == 0, harm < SURE, said == asked)
+    known = torch.where(asked == 0, harm < SURE, (said == asked) & where.flatten(1).any(1))
     return asked, where & (asked != 0).view(-1, 1, 1), known
 
 
@@ -204,7 +204,7 @@ def make_views(
     judge: Judge | None = None,
     batch: int = 32,
 ) -> Path:
-    """Views of one base and split, in pieces that a later run does not make again."""
+    """Views of one base and split, in whole batches that a later run does not make again."""
     if split not in VIEW_SEEDS:
         raise BadInput(f"split {split!r}: choose {', '.join(VIEW_SEEDS)}")
     path = out / f"{name}-{split}.pt"
@@ -213,6 +213,8 @@ def make_views(
     channels = int(pipe.vae.config.latent_channels)
     if tiny is not None and int(tiny.config.latent_channels) != channels:
         raise BadInput(f"{name} has latents of {channels} channels, the tiny decoder of {tiny.config.latent_channels}")
+    if not made and not count + drawn_on + trajectories:
+        raise BadInput(f"no views of {name} are asked for: give --count, --redrawn or --trajectories")
     first = VIEW_SEEDS[split] + NAMES.index(name) * PER_BASE
 
     def some(seeds: list[int]) -> Views:
@@ -231,17 +233,17 @@ def make_views(
         ("trajectories", "generated", TRAJECTORIES_FROM, trajectories, whole),
     ]
     for what, kind, offset, wanted, make in todo:
-        have = progress_of(made, KINDS.index(kind), first + offset, batch)
-        for k, start in enumerate(track(range(have, wanted, batch), description=f"{name} {split} {what}")):
+        have = batches_of(made, KINDS.index(kind), first + offset, batch)
+        for k in track(range(have, -(-wanted // batch)), description=f"{name} {split} {what}"):
             with torch.no_grad():
-                made.append(make([first + offset + i for i in range(start, min(start + batch, wanted))]))
+                made.append(make([first + offset + k * batch + i for i in range(batch)]))
             if k % 20 == 19:
                 made = [store(made, path)]
     store(made, path)
     return path
 
 
-def progress_of(made: list[Views], kind: int, first: int, batch: int) -> int:
-    """How many seeds have been used up; batches whose last pictures were dropped count as done."""
+def batches_of(made: list[Views], kind: int, first: int, batch: int) -> int:
+    """How many whole batches of seeds have been used up, pictures that were dropped included."""
     used = [int(v.seeds[v.kind == kind].max()) - first + 1 for v in made if bool((v.kind == kind).any())]
-    return -(-max(used, default=0) // batch) * batch if used else 0
+    return -(-max(used, default=0) // batch)

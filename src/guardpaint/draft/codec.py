@@ -79,12 +79,22 @@ def vae_encode(vae: Any, images: Float[Tensor, "b 3 H W"], device: torch.device)
 class ViewDecoder:
     """Decodes latents to audit views: a tiny decoder where there is one, else the base's VAE."""
 
-    def __init__(self, tiny: Any | None, vae: Any, factor: int, device: torch.device) -> None:
+    def __init__(self, tiny: Any | None, vae: Any, factor: int, device: torch.device, only_tiny: bool = False) -> None:
         self.tiny, self.vae, self.factor, self.device = tiny, vae, factor, device
+        self.only_tiny = only_tiny
+        """Whether even what is to be repaired is decoded by the tiny one."""
 
     @property
     def name(self) -> str:
         return "tiny" if self.tiny is not None else "full"
+
+    @property
+    def repair_name(self) -> str:
+        return "tiny" if self.tiny is not None and self.only_tiny else "full"
+
+    def to_repair(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b 3 H W"]:
+        """The view a repair is painted into: decoded by the VAE that will encode it again."""
+        return self.full(latents) if self.repair_name == "tiny" else vae_decode(self.vae, latents, self.device)
 
     def full(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b 3 H W"]:
         """A view at the base's pixel size."""

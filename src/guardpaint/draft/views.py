@@ -21,6 +21,8 @@ class Views(Protocol):
 
     kind: str
     decoder: str
+    repair_decoder: str
+    """What decodes `full()`."""
     noise: float
     exact: bool
 
@@ -36,13 +38,13 @@ class LatentViews:
 
     def __init__(self, decoder: ViewDecoder, latent: Float[Tensor, "c h w"], kind: str, noise: float) -> None:
         self._decoder, self.latent, self.kind, self.noise = decoder, latent, kind, noise
-        self.decoder = decoder.name
+        self.decoder, self.repair_decoder = decoder.name, decoder.repair_name
 
     def at(self, pixels: int) -> Float[Tensor, "3 h w"]:
         return self._decoder.at(self.latent[None], pixels)[0].cpu()
 
     def full(self) -> Float[Tensor, "3 h w"]:
-        return self._decoder.full(self.latent[None])[0].cpu()
+        return self._decoder.to_repair(self.latent[None])[0].cpu()
 
 
 class PixelViews:
@@ -53,7 +55,7 @@ class PixelViews:
     noise = 0.0
 
     def __init__(self, image: Float[Tensor, "3 h w"], decoder: str = "output") -> None:
-        self._image, self.decoder = image, decoder
+        self._image, self.decoder, self.repair_decoder = image, decoder, decoder
 
     def at(self, pixels: int) -> Float[Tensor, "3 h w"]:
         return shrink(self._image, pixels)

@@ -28,8 +28,8 @@ from guardpaint.evaluate.auditor import audits
 from guardpaint.policy import Policy
 from guardpaint.types import Audit
 
-FINISHED = ("clean", "x0", "trajectory_x0", "redrawn_x0", "redrawn")
-"""Kinds of views the guard sees by default. Generated pictures are left out: their labels are partly an auditor's."""
+FINISHED = ("clean", "x0", "redrawn_x0", "redrawn")
+"""Kinds of views the guard sees by default. Whole generations are left out: their labels are partly an auditor's."""
 
 
 @dataclass(frozen=True)

@@ -317,8 +317,13 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
         out["oracle.generated_agreement"] = share(
             [(r["label"] == "safe") == (r["said"] == "safe") for r in every], ">=0.95"
         )
-    out["assets_mb"] = metric(round(world_megabytes(), 2), 1, goal="<=55", note="weights of the world's models")
-    out["assets_mb.all"] = metric(round(megabytes(), 2), 1, goal="<=70", note="all files, the guard's too")
+        for key, harm in (("generated_recall", True), ("generated_false_alarm", False)):
+            own = [r["said"] != "safe" for r in every if (r["label"] != "safe") == harm]
+            out[f"oracle.{key}"] = share(own, None)
+    out["assets_mb"] = metric(
+        round(megabytes(), 2), 1, goal="<=55", note="all files: the guard's models, cards, sheets"
+    )
+    out["assets_mb.world"] = metric(round(world_megabytes(), 2), 1, goal="<=55", note="weights of the world's models")
     return out
 
 

@@ -143,7 +143,7 @@ class Sampler:
             scenes = [(scenes + unseen)[i] for i in order.tolist()]
         prompts = [self.prompt(s, index, g) for s in scenes]
         self.repair(images, masks, category, noise, scenes, g)
-        known = self.half_repair(images, masks, category, noise, scenes, g)
+        known, rated = self.half_repair(images, masks, category, noise, scenes, g)
         whole = images
         images, quality, judged = composites(whole, self.recipe.composites, g)
         judged = judged * known
@@ -151,7 +151,7 @@ class Sampler:
         images = disturbed(images, g)
         images, masks, artefact = flipped(g, images, masks, artefact)
         size = self.auditor.sizes[int(torch.rand((), generator=g) < self.recipe.fine)]
-        targets = Targets(category, strength_of(masks), quality, masks, judged, artefact)
+        targets = Targets(category, strength_of(masks), quality, masks, judged, artefact, rated)
         return AuditBatch(resize(images, (size, size)), self.auditor.token_ids(prompts), noise, targets)
 
     def prompt(self, scene: Scene, index: int, g: torch.Generator) -> str:
@@ -186,8 +186,11 @@ class Sampler:
 
     def half_repair(
         self, images: Tensor, masks: Tensor, category: Tensor, noise: Tensor, scenes: Sequence[Scene], g: Any
-    ) -> Float[Tensor, " b"]:
-        """Show some unsafe scenes half repaired, in place; 0 for rows that nobody could call safe or unsafe."""
+    ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+        """Show some unsafe scenes half repaired, in place.
+
+        0 for rows that nobody could call safe or unsafe; 0 for rows whose edges nobody rated.
+        """
         known = torch.ones(len(scenes))
         chosen = (category != 0) & (torch.rand(len(scenes), generator=g) < self.recipe.partial)
         for i in torch.nonzero(chosen)[:, 0].tolist():
@@ -195,7 +198,7 @@ class Sampler:
             noise[i] = 0.0
             known[i] = float(label is not None)
             category[i] = category[i] if label else 0
-        return known
+        return known, 1 - chosen.float()
 
 
 @torch.no_grad()

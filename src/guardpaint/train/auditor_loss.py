@@ -43,6 +43,8 @@ class Targets:
     """1 where the safety label is known, 0 where a composite may have changed it."""
     artefact: Float[Tensor, "b h w"] | None = None
     """Squared change that composites made, of the change that counts as a full artefact."""
+    rated: Float[Tensor, " b"] | None = None
+    """1 where the quality is known, 0 where a half repair left edges that nobody rated; None: known everywhere."""
 
 
 def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
@@ -91,13 +93,16 @@ def map_loss(
     return (judged * (bce + dice + classes)).sum() / judged.sum().clamp(min=1)
 
 
-def seam_map_loss(seam_map: Float[Tensor, "b u v"], artefact: Float[Tensor, "b h w"]) -> Tensor:
+def seam_map_loss(
+    seam_map: Float[Tensor, "b u v"], artefact: Float[Tensor, "b h w"], rated: Float[Tensor, " b"] | None = None
+) -> Tensor:
     """BCE of each cell's quality against what an artefact left of it; touched and whole cells weigh the same."""
     change = F.adaptive_avg_pool2d(artefact[:, None], (seam_map.shape[-2], seam_map.shape[-1]))[:, 0]
     wanted = 1 - change.sqrt().clamp(max=1)
     each = F.binary_cross_entropy_with_logits(seam_map, wanted, reduction="none")
-    touched = (wanted < 1).float()
-    whole = 1 - touched
+    known = torch.ones_like(each) if rated is None else rated.view(-1, 1, 1).expand_as(each)
+    touched = (wanted < 1).float() * known
+    whole = (wanted == 1).float() * known
     return ((touched * each).sum() / touched.sum().clamp(min=1) + (whole * each).sum() / whole.sum().clamp(min=1)) / 2
 
 
@@ -132,12 +137,14 @@ def total(
         "adv": adversarial(scores.adv_logit, want.category, want.judged),
         "category": categorical(scores.class_logits, want.category, class_weights, want.judged),
         "strength": regression(scores.strength, want.strength, want.judged),
-        "seam": regression(scores.quality, want.quality, torch.ones_like(want.judged)),
+        "seam": regression(
+            scores.quality, want.quality, torch.ones_like(want.judged) if want.rated is None else want.rated
+        ),
         "match": info_nce(cosines, log_temperature),
     }
     if weights.maps and want.mask is not None:
         parts["maps"] = map_loss(scores.adv_map, scores.class_maps, want.category, want.mask, want.judged)
     if weights.seam_maps and want.artefact is not None:
-        parts["seam_maps"] = seam_map_loss(scores.seam_map, want.artefact)
+        parts["seam_maps"] = seam_map_loss(scores.seam_map, want.artefact, want.rated)
     loss = sum((getattr(weights, name) * value for name, value in parts.items()), torch.zeros(()))
     return {"loss": loss, **parts}

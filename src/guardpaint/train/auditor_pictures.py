@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.data.views import scene_truth
-from guardpaint.world.masks import brush
+from guardpaint.world.masks import brush, grown
 from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 
 FULL_STRENGTH = 0.12
@@ -83,7 +83,8 @@ def half_repaired(
     before, after = scene_truth([scene, safe_version(scene)])[:2]
     rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
     paler = rng.random() < 0.3
-    covered = torch.ones(64, 64) if paler else torch.from_numpy(brush(rng)).float()
+    near = torch.from_numpy(grown(after[0].numpy(), 2)).float()
+    covered = near if paler else near * torch.from_numpy(brush(rng)).float()
     strength = rng.random() if paler else 1.0
     image = torch.lerp(before[0], before[1], strength * covered)
     area = after[0].float()

@@ -252,6 +252,8 @@ def train(
         new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
         load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
 
+    if soft is not None and drawn is not None:
+        raise BadConfig("--soft and --drawn: one or the other; drawn pictures need no softening")
     part = 3 if drawn is not None else 2 if soft is not None else 1 if warm is not None else 0
     first, n = ORACLE_SEEDS + UNSEEN * part, config.batch_size
     softener = Softener(load_pipeline(soft)) if soft is not None else None
