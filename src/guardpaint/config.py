@@ -102,7 +102,7 @@ class GuardConfig:
     keep: int = 0
     """Candidates painted out after the ranker saw previews of all; 0: all of them, no preview."""
     doubt: float = 0.15
-    """A repaired picture in which a harm is still this probable gets one more tournament before it leaves; 1: none."""
+    """A repaired picture with 1 − S still at this or above gets one more tournament before it leaves; 1: none."""
     strong_candidates: int = 8
     """N of the last-resort strong repair."""
     last_f_gate: str = "same"

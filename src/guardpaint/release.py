@@ -84,9 +84,10 @@ def reassured(
     plain = Outcome("repaired")
     harms = {c: p for c, p in audit.probs.items() if c != SAFE}
     likeliest = max(harms, key=harms.__getitem__)
-    if draft is None or guard.parts.config.mode == "monitor" or harms[likeliest] < guard.parts.config.doubt:
+    left = 1 - audit.safety
+    if draft is None or guard.parts.config.mode == "monitor" or left < guard.parts.config.doubt:
         return plain
-    reason = f"p({likeliest}) {harms[likeliest]:.3f} after a repair"
+    reason = f"S {audit.safety:.3f} after a repair"
     record.notes.append(f"one more tournament: {reason}")
     won = guard.repair(draft, PixelViews(image), audit, Finding(likeliest, reason), record, label="again ")
     told = guard.final.audits
