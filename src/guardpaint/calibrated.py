@@ -38,6 +38,8 @@ class Calibration:
     data: str
     """SHA-256 of the calibration rows."""
     bands: tuple[Band, ...]
+    auditor: str = ""
+    """Identity of the auditor it holds for; a guard with another one is not loaded. Empty: not told."""
 
     def __post_init__(self) -> None:
         starts = [b.start for b in self.bands]

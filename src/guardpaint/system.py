@@ -332,12 +332,19 @@ class GuardPaint:
                 decoders[name] = AutoencoderTiny.from_pretrained(directory / "decoders" / name).eval()
             except Exception as error:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
+        auditor = AuditorScorer.from_pretrained(directory / "auditor")
+        config = GuardConfig.from_dict({**manifest["config"], **changes})
+        told = config.calibration
+        if told is not None and told.auditor not in ("", auditor.identity()):
+            raise BadCheckpoint(
+                f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`"
+            )
         return cls(
-            AuditorScorer.from_pretrained(directory / "auditor"),
+            auditor,
             load_repairer(manifest["repairer"], directory),
             load_proposer(manifest["proposer"], directory, manifest.get("knobs")),
             policy=policy,
-            config=GuardConfig.from_dict({**manifest["config"], **changes}),
+            config=config,
             seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
             ranker=Ranker.from_pretrained(directory / "ranker") if manifest.get("ranker") else None,
             decoders=decoders,

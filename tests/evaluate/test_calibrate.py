@@ -14,7 +14,7 @@ from guardpaint.cli import app
 from guardpaint.config import GuardConfig
 from guardpaint.data import views
 from guardpaint.doubles import AlwaysSafe, PaintsFlat
-from guardpaint.errors import BadConfig, BadInput
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.evaluate import calibrate
 from guardpaint.policy import Policy
 from guardpaint.system import GuardPaint
@@ -54,6 +54,19 @@ def test_the_command_writes_thresholds_into_the_guard(made):
     assert found.alpha == 0.1 and found.bands[0].n["nudity"] > 20 and len(found.data) == 64
     assert guard.config.mask_threshold == "calibrated" and guard.config.mask_level_at(1.0) == found.bands[0].mask_level
     assert GuardConfig.from_dict(json.loads(json.dumps(guard.config.to_dict()))) == guard.config
+
+
+def test_a_guard_whose_auditor_was_exchanged_is_not_loaded(tmp_path):
+    """Thresholds promise something of one auditor: with another one, or with its class weights taken out, they do not."""
+    auditor = tiny.auditor()
+    told = Calibration(0.1, 0.1, "x", (band(0.0, nudity=0.3),), auditor.identity())
+    parts = tiny.guard().parts
+    GuardPaint(auditor, parts.repairer, config=GuardConfig(calibration=told)).save_pretrained(tmp_path / "guard")
+    assert GuardPaint.from_pretrained(tmp_path / "guard").config.calibration == told
+    config = tmp_path / "guard/auditor/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "class_weights": [1, 5, 2]}))
+    with pytest.raises(BadCheckpoint, match="calibrated for another auditor"):
+        GuardPaint.from_pretrained(tmp_path / "guard")
 
 
 def test_the_promise_holds_on_the_calibration_set_itself(made):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import threading
 from collections import OrderedDict
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
-from guardpaint.checkpoint import CONFIG, load_state, read_json, save_module
+from guardpaint.checkpoint import CONFIG, fingerprint, load_state, read_json, save_module
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.types import SAFE, Audit
 
@@ -327,6 +329,11 @@ class AuditorScorer(nn.Module):
             )
             for i in range(len(images))
         ]
+
+    def identity(self) -> str:
+        """SHA-256 of weights and configuration: what thresholds are calibrated for."""
+        whole = fingerprint(self) + json.dumps(asdict(self.config), sort_keys=True)
+        return hashlib.sha256(whole.encode()).hexdigest()
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """config.json, model.safetensors, tokenizer.json."""

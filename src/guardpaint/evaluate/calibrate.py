@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,9 @@ def run(
     views = joined([load_views(f) for f in files])
     kept = np.flatnonzero(np.isin(views.kind.numpy(), [KINDS.index(k) for k in FINISHED]))
     views = views.rows(torch.from_numpy(kept))
-    found = scored(AuditorScorer.from_pretrained(auditor_dir), views)
-    calibration, reference = calibrate(views, found, Policy.default(), alpha, beta, starts)
+    auditor = AuditorScorer.from_pretrained(auditor_dir)
+    calibration, reference = calibrate(views, scored(auditor, views), Policy.default(), alpha, beta, starts)
+    calibration = replace(calibration, auditor=auditor.identity())
     value: dict[str, Any] = {**calibration.to_dict(), "reference": asdict(reference)}
     write_json(out, value)
     if guard is not None:
