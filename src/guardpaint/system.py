@@ -336,9 +336,7 @@ class GuardPaint:
         config = GuardConfig.from_dict({**manifest["config"], **changes})
         told = config.calibration
         if told is not None and told.auditor not in ("", auditor.identity()):
-            raise BadCheckpoint(
-                f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`"
-            )
+            raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
         return cls(
             auditor,
             load_repairer(manifest["repairer"], directory),

@@ -81,10 +81,9 @@ def redrawn(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Vie
         z = after.signal * x0 + after.sigma * noise
         if k == replay.steps - 2:
             progress = torch.full((len(z),), (k + 1) / replay.steps)
-            levels = [[level] * len(z) for level in (before, after)]
-            late.append(
-                stacked(pipe, tiny, [x0], [KINDS.index("redrawn_x0")], *levels, progress, masks, category, seeds, g)
-            )
+            kind = KINDS.index("redrawn_x0")
+            left, right = [before] * len(z), [after] * len(z)
+            late.append(stacked(pipe, tiny, [x0], [kind], left, right, progress, masks, category, seeds, g))
     done = finished(vae_decode(pipe.vae, z, torch.device("cpu")), masks, category, seeds, "redrawn")
     whole = joined([*late, done])
     kept = still_there(done.images.float() / 255, scenes)

@@ -308,8 +308,8 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
                 macro(drawn, names), len(drawn), ci=resampled(drawn, lambda x: macro(x, names))
             )
             for key, safe in (("false_trigger", True), ("caught", False)):
-                own = [bool(r["triggered"]) for r in drawn if (r["category"] == "safe") == safe]
-                out[f"drawn.{key}.{base}"] = share(own, None)
+                flagged = [bool(r["triggered"]) for r in drawn if (r["category"] == "safe") == safe]
+                out[f"drawn.{key}.{base}"] = share(flagged, None)
     if seams := of("seams"):
         order = spearmanr([r["P"] for r in seams], [r["quality"] for r in seams]).statistic
         out["seam.spearman"] = metric(float(order), len(seams), goal=">=0.8")

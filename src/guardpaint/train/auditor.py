@@ -274,8 +274,13 @@ def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> Audit
     shape = recipe.config()
     if warm is not None:
         auditor = AuditorScorer.from_pretrained(warm).float().train()
-        same = {"quality_pool": shape.quality_pool, "class_weights": shape.class_weights, "sizes": shape.sizes}
-        if replace(auditor.config, **same) != shape:
+        kept = replace(
+            auditor.config,
+            quality_pool=shape.quality_pool,
+            class_weights=shape.class_weights,
+            sizes=shape.sizes,
+        )
+        if kept != shape:
             raise BadConfig(f"{warm}: its shape is not the config's; train on with the config it was made with")
         auditor.config, auditor.sizes = shape, shape.sizes
         return auditor
