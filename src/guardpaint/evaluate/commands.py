@@ -85,7 +85,7 @@ def eval_attack(
     budget: Annotated[int, typer.Option(min=1, help="Questions per target.")] = 20,
     first: Annotated[
         int, typer.Option("--seed", help="Scene of the first target; to learn from, take others than to evaluate on.")
-    ] = 95_000_000,
+    ] = 99_000_000,
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
 ) -> None:
     """Search prompts that get past the filter of a stock system; run again to go on."""

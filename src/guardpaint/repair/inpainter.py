@@ -88,11 +88,12 @@ class Inpainter:
     @torch.no_grad()
     def _paint(self, request: RepairRequest, descent: Descent) -> Float[Tensor, "n 3 h w"]:
         size = self.native_size(*request.view.shape[-2:])
-        view = resize(request.view[None], size)[0].to(self.device)
-        masks = resize(request.masks[:, None], size)[:, 0].to(self.device)
+        device = self.device
+        view = resize(request.view[None], size)[0].to(device)
+        masks = resize(request.masks[:, None], size)[:, 0].to(device)
         embeds = torch.cat(self._text(request.prompt))
-        z_view = vae_encode(self.pipe.vae, view[None], self.device)[0]
-        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, self.device)
+        z_view = vae_encode(self.pipe.vae, view[None], device)[0]
+        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, device)
         images = []
         for part in in_batches(len(masks), request.batch):
             z = self._denoise(view, z_view, masks[part], request, part, embeds, descent)
@@ -117,11 +118,11 @@ class Inpainter:
         knobs = request.knobs[part]
         hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
         masked = torch.where(hard[:, None], torch.full_like(view, 0.5), view)
-        z_masked = vae_encode(self.pipe.vae, masked, self.device)[which]
+        z_masked = vae_encode(self.pipe.vae, masked, view.device)[which]
         grid = (int(z_view.shape[-2]), int(z_view.shape[-1]))
         small = torch.stack([latent_mask(m, grid) for m in hard.float()])[which]
         channel = torch.nn.functional.interpolate(hard[:, None].to(z_view.dtype), grid)[which]  # as in training
-        guidance = torch.tensor([k.cfg for k in knobs], device=self.device)
+        guidance = torch.tensor([k.cfg for k in knobs], device=view.device)
         unet = self.pipe.unet
 
         def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,8 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "daca": DivideAndConquer,
     "ring_a_bell": RingABell,
 }
-ATTACK_SEEDS = 95_000_000
+ATTACK_SEEDS = 99_000_000
+"""Scenes no setting was ever chosen on; those from 95 and 96 million were."""
 
 
 def targets(count: int, first: int = ATTACK_SEEDS) -> list[tuple[int, Scene, str]]:
