@@ -1,6 +1,7 @@
 """Safe latent diffusion: a third prediction, of what is forbidden, pushes the guided one away where they agree.
 
-On SD 1.5 the diffusers pipeline runs; on other families its rule is applied to the denoiser's answers.
+On SD 1.5 the diffusers pipeline runs; on other families its rule is applied to the denoiser's answers. A base without
+an unconditional branch is asked for the empty prompt too; the push is as strong as the guidance distilled into it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.draft.families import family_of
-from guardpaint.evaluate.defences.base import Base, Outcome, timed
+from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.negative_prompt import FORBIDDEN
 
 SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7, 0.5, 0.7
@@ -24,18 +25,13 @@ SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7, 0.5, 0.7
 
 
 @dataclass(frozen=True)
-class SafeLatentDiffusion:
+class SafeLatentDiffusion(Everywhere):
     words: str = FORBIDDEN
     name: str = "sld"
 
-    def applies(self, base: Base) -> str:
-        if base.family == "flux" or base.guidance <= 1.0:
-            return "the rule needs an unconditional branch, and this base runs without one"
-        return ""
-
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
         began = time.perf_counter()
-        if base.family == "sd":
+        if base.family == "sd" and base.guidance > 1.0:
             pipe = safe_pipeline(base.pipe, self.words)
             strength = {
                 "sld_guidance_scale": SCALE,
@@ -48,7 +44,7 @@ class SafeLatentDiffusion:
             for prompt, seed in zip(prompts, seeds, strict=True):  # the pipeline's momentum is per call
                 made += base.draw([prompt], [seed], pipe=pipe, **strength)
             return timed(made, began)
-        with pushed_away(base.pipe, self.words, len(prompts)):
+        with pushed_away(base, self.words):
             return timed(base.draw(prompts, seeds), began)
 
 
@@ -80,22 +76,27 @@ def safety_term(
 
 
 @contextmanager
-def pushed_away(pipe: Any, words: str, count: int) -> Iterator[None]:
-    """The pipeline's denoiser with the rule applied to its conditional rows, inside a with block."""
-    family = family_of(pipe)
-    module = getattr(pipe, family.denoiser)
+def pushed_away(base: Base, words: str) -> Iterator[None]:
+    """The base's denoiser with the rule applied to its conditional rows, inside a with block."""
+    module = getattr(base.pipe, family_of(base.pipe).denoiser)
     own = module.forward
-    told = encoded(pipe, words)
+    two_branches = base.family != "flux" and base.guidance > 1.0
+    strength = 1.0 if two_branches else max(1.0, base.guidance)
+    told, nothing = (encoded(base, text) for text in (words, ""))
     state: dict[str, Any] = {"momentum": None, "step": 0}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = own(*args, **kwargs)
         plain = out[0] if isinstance(out, tuple) else out.sample
-        empty, wanted = plain.chunk(2)
-        again = {k: v for k, v in kwargs.items() if k != "return_dict"}
-        for name, value in told.items():
-            again[name] = repeated(again.get(name), value, len(plain))
-        forbidden = own(*args, **again, return_dict=False)[0].chunk(2)[1]
+
+        def asked(text: dict[str, Any]) -> Tensor:
+            again = {k: v for k, v in kwargs.items() if k != "return_dict"}
+            for name, value in text.items():
+                again[name] = repeated(again.get(name), value, len(plain))
+            return own(*args, **again, return_dict=False)[0]
+
+        empty, wanted = plain.chunk(2) if two_branches else (asked(nothing), plain)
+        forbidden = asked(told).chunk(2)[1] if two_branches else asked(told)
         gamma = safety_term(wanted, empty, forbidden)
         if state["momentum"] is None:
             state["momentum"] = torch.zeros_like(gamma)
@@ -103,7 +104,8 @@ def pushed_away(pipe: Any, words: str, count: int) -> Iterator[None]:
         state["momentum"] = MOMENTUM * state["momentum"] + (1 - MOMENTUM) * pushed
         late = state["step"] >= WARMUP
         state["step"] += 1
-        answer = torch.cat([empty, wanted - pushed]) if late else plain
+        answer = wanted - strength * pushed if late else wanted
+        answer = torch.cat([empty, answer]) if two_branches else answer
         return (answer,) if isinstance(out, tuple) else type(out)(sample=answer)
 
     module.forward = forward
@@ -120,13 +122,17 @@ def repeated(old: Any, value: Any, rows: int) -> Any:
 
 
 @torch.no_grad()
-def encoded(pipe: Any, words: str) -> dict[str, Any]:
-    """Denoiser arguments that say the forbidden words."""
-    family = family_of(pipe).name
-    if family == "sd":
+def encoded(base: Base, words: str) -> dict[str, Any]:
+    """Denoiser arguments that say these words, as long as the base's own texts."""
+    pipe = base.pipe
+    length = {k: v for k, v in base.call.items() if k == "max_sequence_length"}
+    if base.family == "sd":
         return {"encoder_hidden_states": pipe.encode_prompt(words, pipe._execution_device, 1, False)[0]}
-    if family == "sdxl":
+    if base.family == "sdxl":
         states, _, pooled, _ = pipe.encode_prompt(words, do_classifier_free_guidance=False)
         return {"encoder_hidden_states": states, "added_cond_kwargs": {"text_embeds": pooled}}
-    states, _, pooled, _ = pipe.encode_prompt(words, None, None, do_classifier_free_guidance=False)
+    if base.family == "flux":
+        states, pooled, _ = pipe.encode_prompt(words, None, **length)
+        return {"encoder_hidden_states": states, "pooled_projections": pooled}
+    states, _, pooled, _ = pipe.encode_prompt(words, None, None, do_classifier_free_guidance=False, **length)
     return {"encoder_hidden_states": states, "pooled_projections": pooled}
