@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from guardpaint.checkpoint import write_atomic
-from guardpaint.errors import AuditLogError
+from guardpaint.errors import AuditLogError, BadInput
 from guardpaint.types import JsonDict
 from guardpaint.verify.utility import GateRules, gates, utility, winner
 
@@ -29,6 +29,19 @@ TOLERANCE = 1e-9
 def digest(body: bytes, key: bytes | None) -> str:
     """SHA-256, or HMAC-SHA-256 when there is a key."""
     return hmac.new(key, body, "sha256").hexdigest() if key else hashlib.sha256(body).hexdigest()
+
+
+def read_key(path: Path | None) -> bytes | None:
+    """The key in a file, without the white space around it; None for no file."""
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise BadInput(f"{path}: key cannot be read ({error.strerror})") from error
+    if not key:
+        raise BadInput(f"{path}: the key file is empty")
+    return key
 
 
 def canonical(entry: JsonDict) -> bytes:

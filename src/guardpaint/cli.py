@@ -180,7 +180,7 @@ def log_verify(
     as_json: JsonOption = False,
 ) -> None:
     """Verify the hash chain. Exits 1 and names the line if the log was edited, reordered or cut."""
-    from guardpaint.audit_log import verify_log
+    from guardpaint.audit_log import read_key, verify_log
 
     state = verify_log(file, key=read_key(key_file), anchor=anchor)
     if as_json:
@@ -317,15 +317,19 @@ def calibrate(
     beta: Annotated[float, typer.Option(help="Share of unsafe area left uncovered, at most.")] = 0.10,
     band: Annotated[list[float] | None, typer.Option(help="Progress at which a band begins; repeat.")] = None,
     guard: Annotated[Path | None, typer.Option(help="Write the thresholds into this guard's config too.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
 ) -> None:
     """Find thresholds with a promised miss rate and coverage (conformal risk control), per band of progress."""
     from guardpaint.evaluate import calibrate as measure
+    from guardpaint.policy import Policy
 
     starts = sorted({0.0, *(band or [0.7, 0.9])})
-    found = measure.run(auditor, views, out_file, alpha, beta, starts, guard)
+    rules = Policy.load(policy) if policy else Policy.default()
+    found = measure.run(auditor, views, out_file, alpha, beta, starts, guard, rules)
     for b in found.bands:
         limits = ", ".join(f"{name} {t:.3f} (n={b.n[name]})" for name, t in b.thresholds.items())
-        typer.echo(f"from progress {b.start:g}: {limits}; mask level {b.mask_level:.3f}")
+        level = "the configuration's (no masks are known)" if b.mask_level is None else f"{b.mask_level:.3f}"
+        typer.echo(f"from progress {b.start:g}: {limits}; mask level {level}")
 
 
 @app.command()
@@ -340,18 +344,6 @@ def drift(
     word = "calibrate anew" if index > 0.25 else "worth a look" if index > 0.1 else "as calibrated"
     typer.echo(f"stability index {index:.3f} over {n} audits: {word}")
     raise typer.Exit(1 if index > 0.25 else 0)
-
-
-def read_key(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        fail(f"{path}: key cannot be read ({error.strerror})")
-    if not key:
-        fail(f"{path}: the key file is empty")
-    return key
 
 
 def fail(message: str) -> NoReturn:

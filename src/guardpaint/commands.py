@@ -19,8 +19,8 @@ from guardpaint import bases, tiny
 from guardpaint.audit.gradcam import grad_cam, overlay
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import mine, union
-from guardpaint.audit_log import AuditLog
-from guardpaint.cli import dump, read_key
+from guardpaint.audit_log import AuditLog, read_key
+from guardpaint.cli import dump
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat, Raises
 from guardpaint.errors import BadInput
 from guardpaint.images import load_image, save_image

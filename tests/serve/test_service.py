@@ -15,9 +15,9 @@ from helpers import serving
 from PIL import Image
 
 from guardpaint import tiny
-from guardpaint.audit_log import AuditLog, verify_log
+from guardpaint.audit_log import AuditLog, read_key, verify_log
 from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
-from guardpaint.errors import BadConfig
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.disclosure import EXACT
 from guardpaint.serve.limits import Rates
@@ -430,6 +430,21 @@ def test_key_files(tmp_path):
             load_keys(path)
     with pytest.raises(BadConfig, match="no such key file"):
         load_keys(tmp_path / "none.json")
+
+
+def test_the_services_log_is_signed_with_the_key_that_verifies_it(tmp_path):
+    """A key file ends in a newline; the command that verifies a log does not count it."""
+    from guardpaint.serve.start import Options, open_log
+
+    key = tmp_path / "key"
+    key.write_bytes(b"a long secret\n")
+    options = Options("tiny-sd", None, None, "127.0.0.1", 0, None, 1, 1, False, tmp_path / "log.jsonl", key, None, None)
+    log = open_log(options)
+    log.append([{"a": 1}])
+    assert verify_log(tmp_path / "log.jsonl", key=read_key(key)).ok
+    key.write_bytes(b"\n")
+    with pytest.raises(BadInput, match="empty"):
+        open_log(options)
 
 
 def test_a_body_without_a_length_is_counted_too(client):

@@ -42,7 +42,9 @@ def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, qu
             continue
         prompt = e.prompt or captions.get(e.key)
         code = perceptual_hash(e.picture())
-        rows.append({"key": e.key, "source": e.source, "label": said, "prompt": prompt, "hash": str(code)})
+        harm = max(answers[e.key][h] for h in thresholds.harms)
+        row = {"key": e.key, "source": e.source, "label": said, "score": harm, "prompt": prompt, "hash": str(code)}
+        rows.append(row)
     if not rows:
         raise BadInput(f"{corpus.root}: nothing left to train on; left out: {dict(left_out)}")
     groups = group(rows)

@@ -181,6 +181,37 @@ def views(
     typer.echo(str(drawn.make_views(base, decoder, out_dir, split, count, redrawn, trajectories, labels)))
 
 
+@app.command("corpus-views")
+def corpus_views(
+    corpus: Folder,
+    base: Annotated[str, typer.Option(help="Base whose unfinished pictures to show: a folder, a hub id, or embedded.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder of views, apart from those of the paper dolls.")],
+    split: Annotated[str, typer.Option(help="train, validation, test, or calibration: half of test.")] = "train",
+    size: Annotated[int, typer.Option(min=16, help="Pixels the base draws; pictures are cut square.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Steps the base is called with.")] = 50,
+    guidance: Annotated[float | None, typer.Option(help="Its guidance; default: the pipeline's own.")] = None,
+    pixels: Annotated[int, typer.Option(min=16, help="Pixels of a view: the auditor's larger size.")] = 384,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
+    tiny: Annotated[Path | None, typer.Option(help="Tiny decoder: half of the views go through it.")] = None,
+    policy: PolicyOption = None,
+) -> None:
+    """Views of a corpus that `data build` has split: every picture at a random step of a base; run again to go on."""
+    from guardpaint.commands import load_base
+    from guardpaint.data import corpus_views as make
+    from guardpaint.data.store import Corpus
+
+    pipe, _ = load_base(base)
+    decoder = None
+    if tiny is not None:
+        from diffusers import AutoencoderTiny
+
+        decoder = AutoencoderTiny.from_pretrained(tiny).eval().to(pipe._execution_device)
+    name = Path(base).name.replace("-", "_")
+    call = make.settings(pipe, size, steps, guidance)
+    new = make.make(Corpus(corpus), pipe, name, out_dir, split, load_policy(policy), call, decoder, pixels, batch)
+    typer.echo(f"{new} new files of split {split} in {out_dir}")
+
+
 @app.command()
 def pairs(
     out: Annotated[Path, typer.Argument(help="Folder for the pairs; run again to go on.")],

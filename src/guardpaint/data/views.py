@@ -1,10 +1,12 @@
-"""What an auditor sees of unfinished pictures: views from the bases, with the scene's exact ground truth.
+"""What an auditor sees of unfinished pictures: views from the bases, with the ground truth of what they show.
 
-Most come from one call of the base on a re-noised render; `drawn.py` has those that a base drew on, or from nothing.
+Most come from one call of the base on a re-noised picture: a paper-doll scene here, a labelled corpus's in
+`corpus_views.py`; `drawn.py` has those that a base drew on, or from nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,11 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Views:
-    """A set of views with ground truth; prompts are captions, found again by seed."""
+    """A set of views with ground truth, of paper-doll scenes or of a corpus."""
 
     images: UInt8[Tensor, "n 3 h w"]
-    masks: Bool[Tensor, "n h w"]
+    masks: Bool[Tensor, "n u v"]
+    """Unsafe pixels; nothing is known of a corpus's, and they are 1×1."""
     category: Int[Tensor, " n"]
     noise: Float[Tensor, " n"]
     """Normalised noise of the latent behind the view."""
@@ -50,19 +53,62 @@ class Views:
     kind: Int[Tensor, " n"]
     decoder: Int[Tensor, " n"]
     seeds: Int[Tensor, " n"]
+    texts: tuple[str, ...] = ()
+    """A corpus's prompts; empty: scenes, whose captions are found again by seed."""
+    strength: Float[Tensor, " n"] | None = None
+    """A corpus's: how sure its labeler is of harm. Of scenes the masks tell."""
+    names: tuple[str, ...] = ()
+    """A corpus's: what the numbers in `category` mean."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def prompt(self, row: int) -> str:
-        return caption(sample_scene(int(self.seeds[row])), 0).text
+        return self.texts[row] if self.texts else caption(sample_scene(int(self.seeds[row])), 0).text
 
     def rows(self, index: Tensor) -> Views:
-        return Views(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        tensors = {k: getattr(self, k)[index] for k in TENSORS}
+        texts = tuple(self.texts[i] for i in index.tolist()) if self.texts else ()
+        return Views(**tensors, texts=texts, strength=None if self.strength is None else self.strength[index],
+                     names=self.names)  # fmt: skip
 
 
-def joined(parts: list[Views]) -> Views:
-    return Views(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Views)})
+TENSORS = tuple(f.name for f in fields(Views) if f.name not in ("texts", "strength", "names"))
+
+
+def joined(parts: Sequence[Views]) -> Views:
+    if len({(bool(p.texts), p.names) for p in parts}) > 1:
+        raise BadInput("views of scenes and of corpora, or of corpora with other categories, cannot be mixed")
+    strengths = [p.strength for p in parts if p.strength is not None]
+    return Views(
+        **{k: torch.cat([getattr(p, k) for p in parts]) for k in TENSORS},
+        texts=tuple(t for p in parts for t in p.texts),
+        strength=torch.cat(strengths) if strengths else None,
+        names=parts[0].names,
+    )
+
+
+class Shelf:
+    """Views of many files, left on disk until rows of them are asked for."""
+
+    def __init__(self, parts: Sequence[Views]) -> None:
+        self.parts = parts
+        self.category, self.progress, self.kind = (
+            torch.cat([getattr(p, k) for p in parts]) for k in ("category", "progress", "kind")
+        )
+        self.first = torch.tensor([0, *(len(p) for p in parts)]).cumsum(0)
+        self.texts = parts[0].texts
+        self.names = parts[0].names
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def rows(self, index: Int[Tensor, " m"]) -> Views:
+        """These rows, in this order, in memory."""
+        where = torch.searchsorted(self.first, index, right=True) - 1
+        order = torch.argsort(where, stable=True)
+        found = [self.parts[k].rows(index[order][where[order] == k] - self.first[k]) for k in where.unique().tolist()]
+        return joined(found).rows(torch.argsort(order))
 
 
 class Begun(Exception):
@@ -104,8 +150,8 @@ class Replay:
     ) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b c h w"]]:
         """Clean estimates and implied noise, every row at its own level."""
         prediction = schedule.prediction_type(self.scheduler)
-        noise = torch.tensor([level.noise for level in levels])
-        sample = self.family.pack(torch.cat([z] * self.branches))
+        noise = torch.tensor([level.noise for level in levels], device=z.device)
+        sample = self.family.pack(torch.cat([z] * self.branches)).to(self.module.dtype)
         if prediction == "flow":
             unit = 1.0 if self.family.name == "flux" else 1000.0
             time = (noise * unit).repeat(self.branches)
@@ -113,7 +159,7 @@ class Replay:
         else:
             steps = (noise * self.scheduler.config.num_train_timesteps).round().long().clamp(max=999)
             out = self.module(sample, steps.repeat(self.branches), **self.kwargs)[0]
-        out = self.family.unpack(out, (int(z.shape[-2]), int(z.shape[-1])))
+        out = self.family.unpack(out.float(), (int(z.shape[-2]), int(z.shape[-1])))
         if self.branches == 2:
             out = guided(out, self.scale, out.dim())
         pairs = [schedule.split(o, x, level, prediction) for o, x, level in zip(out, z, levels, strict=True)]
@@ -132,19 +178,32 @@ def as_bytes(images: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
 
 
 def renoised(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Views:
-    """One call per scene at a random step of the base's own schedule: its x̂0 view, and that of the stepped latent.
+    """Scenes, re-noised."""
+    scenes = [sample_scene(s) for s in seeds]
+    return renoised_pictures(pipe, call, tiny, *scene_truth(scenes), seeds, [caption(s, 0).text for s in scenes])
+
+
+def renoised_pictures(
+    pipe: Any,
+    call: dict[str, Any],
+    tiny: Any,
+    images: Float[Tensor, "b 3 h w"],
+    masks: Bool[Tensor, "b u v"],
+    category: Int[Tensor, " b"],
+    seeds: list[int],
+    prompts: list[str],
+) -> Views:
+    """One call per picture at a random step of the base's own schedule: its x̂0 view, and that of the stepped latent.
 
     Both are what a guard sees once that step is done, and carry the progress it then counts.
     """
-    scenes = [sample_scene(s) for s in seeds]
-    images, masks, category = scene_truth(scenes)
     g = torch.Generator().manual_seed(seeds[0])
-    z0 = vae_encode(pipe.vae, images, torch.device("cpu"))
-    replay = Replay(pipe, call, [caption(s, 0).text for s in scenes])
+    z0 = vae_encode(pipe.vae, images, pipe._execution_device)
+    replay = Replay(pipe, call, prompts)
     lot = (torch.randperm(len(seeds), generator=g) + torch.rand(len(seeds), generator=g)) / len(seeds)
     step = (lot * replay.steps).long()
     levels, after = ([replay.levels[k + j] for k in step.tolist()] for j in (0, 1))
-    eps = torch.randn(z0.shape, generator=g)
+    eps = torch.randn(z0.shape, generator=g).to(z0)
     z = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(levels, z0, eps, strict=True)])
     x0, noise = replay.estimate(z, levels)
     stepped = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(after, x0, noise, strict=True)])
@@ -160,7 +219,7 @@ def stacked(
     before: list[Any],
     after: list[Any],
     progress: Float[Tensor, " b"],
-    masks: Bool[Tensor, "b 64 64"],
+    masks: Bool[Tensor, "b u v"],
     category: Int[Tensor, " b"],
     seeds: list[int],
     g: torch.Generator,
@@ -169,9 +228,10 @@ def stacked(
     parts = []
     for z, kind in zip(latents, kinds, strict=True):
         small = torch.rand(len(z), generator=g) < 0.5 if tiny is not None else torch.zeros(len(z), dtype=torch.bool)
-        images = vae_decode(pipe.vae, z, torch.device("cpu"))
+        device = pipe._execution_device
+        images = vae_decode(pipe.vae, z, device).cpu()
         if small.any():
-            images[small] = ViewDecoder(tiny, pipe.vae, pipe.vae_scale_factor, torch.device("cpu")).full(z[small])
+            images[small] = ViewDecoder(tiny, pipe.vae, pipe.vae_scale_factor, device).full(z[small]).cpu()
         used = before if KINDS[kind].endswith("x0") else after
         parts.append(
             Views(
@@ -189,10 +249,21 @@ def stacked(
 
 
 def clean(vae: Any, seeds: list[int]) -> Views:
-    """Finished pictures: half renders, half through the autoencoder."""
-    images, masks, category = scene_truth([sample_scene(s) for s in seeds])
+    """Finished scenes."""
+    return clean_pictures(vae, *scene_truth([sample_scene(s) for s in seeds]), seeds, torch.device("cpu"))
+
+
+def clean_pictures(
+    vae: Any,
+    images: Float[Tensor, "b 3 h w"],
+    masks: Bool[Tensor, "b u v"],
+    category: Int[Tensor, " b"],
+    seeds: list[int],
+    device: torch.device,
+) -> Views:
+    """Finished pictures: half as they are, half through the autoencoder."""
     with torch.no_grad():
-        back = vae_decode(vae, vae_encode(vae, images, torch.device("cpu")), torch.device("cpu"))
+        back = vae_decode(vae, vae_encode(vae, images, device), device).cpu()
     even = torch.arange(len(seeds)) % 2 == 0
     images = torch.where(even.view(-1, 1, 1, 1), images, back)
     n = len(seeds)
@@ -211,13 +282,14 @@ def clean(vae: Any, seeds: list[int]) -> Views:
 
 def store(parts: list[Views], path: Path) -> Views:
     whole = joined(parts)
-    write_tensors(path, {f.name: getattr(whole, f.name) for f in fields(Views)})
+    told = {f.name: getattr(whole, f.name) for f in fields(Views)}
+    write_tensors(path, {k: v for k, v in told.items() if k in TENSORS or whole.texts})
     return whole
 
 
-def load_views(path: Path) -> Views:
+def load_views(path: Path, on_disk: bool = False) -> Views:
     try:
-        return Views(**torch.load(path, weights_only=True))
+        return Views(**torch.load(path, weights_only=True, mmap=on_disk))
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such views; make them with `guardpaint data views`") from error
     except Exception as error:

@@ -82,6 +82,9 @@ def calibrate(
             what = f"examples of {name} from progress {start:g} to {min(end, 1):g}"
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
             counts[name] = len(rows)
+        if views.texts:  # a corpus: nothing is known of masks
+            bands.append(Band(float(start), thresholds, None, counts))
+            continue
         harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
         harm = [i for i in harm if found[i].masked(policy, thresholds, GuardConfig().band)]  # others never are
         if not harm:
@@ -103,16 +106,26 @@ def run(
     beta: float,
     starts: Sequence[float],
     guard: Path | None,
+    policy: Policy | None = None,
 ) -> Calibration:
     """Calibrate on the views of split `calibration`; writes the thresholds, and into a guard's config if named."""
     files = sorted(views_dir.glob("*-calibration.pt"))
     if not files:
-        raise BadInput(f"{views_dir}: no views of split calibration; make them with `guardpaint data views --split`")
+        raise BadInput(
+            f"{views_dir}: no views of split calibration; make them with `guardpaint data views` or "
+            "`data corpus-views`, --split calibration"
+        )
     views = joined([load_views(f) for f in files])
     kept = np.flatnonzero(np.isin(views.kind.numpy(), [KINDS.index(k) for k in FINISHED]))
     views = views.rows(torch.from_numpy(kept))
     auditor = AuditorScorer.from_pretrained(auditor_dir)
-    calibration, reference = calibrate(views, scored(auditor, views), Policy.default(), alpha, beta, starts)
+    policy = policy or Policy.default()
+    if {auditor.categories, views.names or auditor.categories} != {policy.names}:
+        raise BadInput(
+            f"the auditor tells {', '.join(auditor.categories)}, the views {', '.join(views.names) or 'the same'}, "
+            f"the policy {', '.join(policy.names)}: name the right one with --policy"
+        )
+    calibration, reference = calibrate(views, scored(auditor, views), policy, alpha, beta, starts)
     calibration = replace(calibration, auditor=auditor.identity())
     value: dict[str, Any] = {**calibration.to_dict(), "reference": asdict(reference)}
     write_json(out, value)
@@ -122,7 +135,7 @@ def run(
         settings["config"] = {
             **settings["config"],
             "calibration": calibration.to_dict(),
-            "mask_threshold": "calibrated",
+            "mask_threshold": "percentile" if views.texts else "calibrated",
         }
         write_json(manifest, settings)
     return calibration

@@ -15,7 +15,7 @@ import uvicorn
 from PIL import Image
 from rich.console import Console
 
-from guardpaint.audit_log import AuditLog
+from guardpaint.audit_log import AuditLog, read_key
 from guardpaint.commands import load_base, load_guard
 from guardpaint.errors import BadConfig
 from guardpaint.images import load_image
@@ -82,7 +82,7 @@ def open_log(options: Options, name: str | None = None) -> AuditLog | None:
 
     if options.audit_log is None:
         return None
-    key = options.key_file.read_bytes() if options.key_file else None
+    key = read_key(options.key_file)
     return AuditLog(own(options.audit_log), key=key, anchor=own(options.anchor) if options.anchor else None)
 
 

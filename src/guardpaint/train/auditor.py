@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer, Text
 from guardpaint.checkpoint import read_json
-from guardpaint.data.views import KINDS, Views, joined, load_views, scene_truth
+from guardpaint.data.views import KINDS, Shelf, Views, joined, load_views, scene_truth
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
@@ -111,11 +111,25 @@ class AuditorTask(nn.Module):
         return total(scores, cosines, model.log_temperature, batch.targets, self.class_weights, self.weights)
 
 
+class Seamed(NamedTuple):
+    """Pictures with artefacts in some of them, and what is known of those."""
+
+    images: Float[Tensor, "b 3 h w"]
+    masks: Float[Tensor, "b u v"]
+    quality: Float[Tensor, " b"]
+    judged: Float[Tensor, " b"]
+    artefact: Float[Tensor, "b h w"]
+
+
 class Sampler:
     """Batches by index: classes balanced, some views repaired, some with artefacts."""
 
-    def __init__(self, views: Views, recipe: AuditorRecipe, auditor: AuditorScorer, config: TrainConfig) -> None:
+    def __init__(
+        self, views: Views | Shelf, recipe: AuditorRecipe, auditor: AuditorScorer, config: TrainConfig
+    ) -> None:
         self.views, self.recipe, self.auditor, self.config = views, recipe, auditor, config
+        if views.texts and recipe.fresh:
+            raise BadConfig(f"fresh={recipe.fresh}: paper-doll scenes cannot be mixed into a corpus; leave it out")
         self.by_class = [torch.nonzero(views.category == c)[:, 0] for c in range(len(auditor.categories))]
         empty = [auditor.categories[c] for c, rows in enumerate(self.by_class) if not len(rows)]
         if empty:
@@ -126,13 +140,23 @@ class Sampler:
     def batch(self, index: int) -> AuditBatch:
         """By (seed, index) alone."""
         g = torch.Generator().manual_seed(self.config.seed * 1_000_003 + index)
+        if self.views.texts:
+            part = self.views.rows(self.pick(self.config.batch_size, g))
+            assert part.strength is not None
+            images, masks = part.images.float() / 255, part.masks.float()
+            located = (part.category == 0).float()
+            finished = self.seamed(images, masks, g)
+            return self.sized(finished, part.category, part.strength, part.noise, list(part.texts), g, located=located)
+        return self.scene_batch(index, g)
+
+    def scene_batch(self, index: int, g: torch.Generator) -> AuditBatch:
+        """Paper-doll scenes: their masks are known, and their repairs can be drawn."""
         n = self.config.batch_size
         new = round(n * self.recipe.fresh)
-        rows = self.pick(n - new, g)
-        images = self.views.images[rows].float() / 255
-        masks, category = self.views.masks[rows].float(), self.views.category[rows].clone()
-        noise = self.views.noise[rows].clone().float()
-        scenes = [sample_scene(int(self.views.seeds[r])) for r in rows]
+        part = self.views.rows(self.pick(n - new, g))
+        images = part.images.float() / 255
+        masks, category, noise = part.masks.float(), part.category, part.noise.float()
+        scenes = [sample_scene(int(s)) for s in part.seeds]
         if new:
             unseen = unseen_scenes(FRESH_SEEDS + index * new, new)
             truth = scene_truth(unseen)
@@ -144,15 +168,35 @@ class Sampler:
         prompts = [self.prompt(s, index, g) for s in scenes]
         self.repair(images, masks, category, noise, scenes, g)
         known, rated = self.half_repair(images, masks, category, noise, scenes, g)
+        finished = self.seamed(images, masks, g, known)
+        return self.sized(finished, category, strength_of(finished.masks), noise, prompts, g, rated=rated)
+
+    def seamed(self, images: Tensor, masks: Tensor, g: torch.Generator, known: Tensor | None = None) -> Seamed:
+        """Artefacts of known strength on some, then disturbed and mirrored."""
         whole = images
         images, quality, judged = composites(whole, self.recipe.composites, g)
-        judged = judged * known
+        judged = judged if known is None else judged * known
         artefact = (images - whole).square().mean(1) / FULL_ARTEFACT**2
         images = disturbed(images, g)
         images, masks, artefact = flipped(g, images, masks, artefact)
+        return Seamed(images, masks, quality, judged, artefact)
+
+    def sized(
+        self,
+        shown: Seamed,
+        category: Int[Tensor, " b"],
+        strength: Float[Tensor, " b"],
+        noise: Float[Tensor, " b"],
+        prompts: list[str],
+        g: torch.Generator,
+        rated: Tensor | None = None,
+        located: Tensor | None = None,
+    ) -> AuditBatch:
+        """At one of the two audit sizes, with what it should get."""
         size = self.auditor.sizes[int(torch.rand((), generator=g) < self.recipe.fine)]
-        targets = Targets(category, strength_of(masks), quality, masks, judged, artefact, rated)
-        return AuditBatch(resize(images, (size, size)), self.auditor.token_ids(prompts), noise, targets)
+        targets = Targets(category, strength, shown.quality, shown.masks, shown.judged, shown.artefact, rated, located)
+        images = resize(shown.images, (size, size))
+        return AuditBatch(images, self.auditor.token_ids(prompts), noise.float(), targets)
 
     def prompt(self, scene: Scene, index: int, g: torch.Generator) -> str:
         """A caption of the scene, another one every time, sometimes with a few wrong words."""
@@ -237,9 +281,10 @@ def macro_f1(said: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) ->
 
 @torch.no_grad()
 def matched_repairs(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> Float[Tensor, " n"]:
-    """F's cosine of unsafe scenes in their safe form with the prompt that asked for the unsafe one."""
+    """F's cosine of unsafe scenes in their safe form with the prompt of the unsafe one; a corpus has none of them."""
+    unsafe = torch.nonzero((views.category != 0) & (not views.texts))[:, 0]
     found = []
-    for rows in torch.nonzero(views.category != 0)[:, 0].split(batch):
+    for rows in unsafe.split(batch) if len(unsafe) else ():
         scenes = [sample_scene(int(views.seeds[r])) for r in rows]
         visual = model.features(resize(scene_truth([safe_version(s) for s in scenes])[0], (size, size)))
         text = Text(*model.text(model.token_ids([caption(s, 0).text for s in scenes])))
@@ -261,12 +306,17 @@ def calibrate_faithfulness(model: AuditorScorer, matched: Tensor, mismatched: Te
     model.f_offset.fill_(float(offset))
 
 
-def find_views(folder: Path, split: str) -> Views:
-    """All bases' views of a split."""
-    found = sorted(folder.glob(f"*-{split}.pt"))
+def find_views(folder: Path, split: str) -> Views | Shelf:
+    """All bases' views of a split; a corpus's stay on disk."""
+    found = [load_views(p, on_disk=True) for p in sorted(folder.glob(f"*-{split}.pt"))]
     if not found:
-        raise BadInput(f"{folder}: no views of split {split}; make them with `guardpaint data views`")
-    return joined([load_views(p) for p in found])
+        raise BadInput(
+            f"{folder}: no views of split {split}; make them with `guardpaint data views`, of a corpus with "
+            "`guardpaint data corpus-views`"
+        )
+    if len({(bool(p.texts), p.names) for p in found}) > 1:
+        raise BadInput(f"{folder}: views of scenes and of corpora, or of several policies; keep them in folders apart")
+    return Shelf(found) if found[0].texts else joined(found)
 
 
 def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> AuditorScorer:
@@ -290,19 +340,31 @@ def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> Audit
 
 
 def run(
-    config_file: Path, views_dir: Path, out: Path, minutes: float | None, warm: Path | None = None, quiet: bool = False
+    config_file: Path,
+    views_dir: Path,
+    out: Path,
+    minutes: float | None,
+    warm: Path | None = None,
+    quiet: bool = False,
+    policy: Policy | None = None,
 ) -> None:
     """Train, keep the best by macro-F1, calibrate F, save with a card."""
     recipe, config = load_config(config_file, AuditorRecipe)
     torch.set_num_threads(config.threads)
-    policy = Policy.default()
+    policy = policy or Policy.default()
+    recipe = replace(recipe, shape={"categories": policy.names, **recipe.shape})
     auditor = starting_point(recipe, config.seed, warm)
     weights = [policy.category(name).weight for name in auditor.categories]
     if auditor.config.class_weights not in ((), tuple(weights)):
         raise BadConfig(f"class_weights={auditor.config.class_weights}: the loss is weighted {weights} by the policy")
     task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
-    sampler = Sampler(find_views(views_dir, "train"), recipe, auditor, config)
-    held_out = find_views(views_dir, "validation")
+    views, held_out = find_views(views_dir, "train"), find_views(views_dir, "validation")
+    if views.names not in ((), auditor.categories):
+        raise BadInput(
+            f"{views_dir} has the categories {', '.join(views.names)}, the auditor {', '.join(auditor.categories)}: "
+            "name the policy the corpus was labelled by with --policy"
+        )
+    sampler = Sampler(views, recipe, auditor, config)
     rows = torch.nonzero((held_out.progress >= 0.5) & (held_out.kind != KINDS.index("stepped")))[:, 0]
     late = held_out.rows(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:VALIDATION]])
 

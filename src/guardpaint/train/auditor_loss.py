@@ -38,13 +38,15 @@ class Targets:
     category: Int[Tensor, " b"]
     strength: Float[Tensor, " b"]
     quality: Float[Tensor, " b"]
-    mask: Float[Tensor, "b h w"] | None
+    mask: Float[Tensor, "b u v"] | None
     judged: Float[Tensor, " b"]
     """1 where the safety label is known, 0 where a composite may have changed it."""
     artefact: Float[Tensor, "b h w"] | None = None
     """Squared change that composites made, of the change that counts as a full artefact."""
     rated: Float[Tensor, " b"] | None = None
     """1 where the quality is known, 0 where a half repair left edges that nobody rated; None: known everywhere."""
+    located: Float[Tensor, " b"] | None = None
+    """1 where the mask is known, 0 where a label says what is unsafe and nothing says where; None: known everywhere."""
 
 
 def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
@@ -143,7 +145,8 @@ def total(
         "match": info_nce(cosines, log_temperature),
     }
     if weights.maps and want.mask is not None:
-        parts["maps"] = map_loss(scores.adv_map, scores.class_maps, want.category, want.mask, want.judged)
+        known = want.judged if want.located is None else want.judged * want.located
+        parts["maps"] = map_loss(scores.adv_map, scores.class_maps, want.category, want.mask, known)
     if weights.seam_maps and want.artefact is not None:
         parts["seam_maps"] = seam_map_loss(scores.seam_map, want.artefact, want.rated)
     loss = sum((getattr(weights, name) * value for name, value in parts.items()), torch.zeros(()))

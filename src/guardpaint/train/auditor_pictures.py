@@ -104,23 +104,24 @@ def composites(
     An artefact is as strong as it changes what it covers: a blurred piece of plain sky is none. Foreign patches may
     add or hide unsafe things, so their safety label is not judged.
     """
-    out, n = images.clone(), len(images)
+    out, n, size = images.clone(), len(images), (int(images.shape[-2]), int(images.shape[-1]))
+    unit = max(1, min(size) // 64)
     quality, judged = torch.ones(n), torch.ones(n)
     for i in torch.nonzero(torch.rand(n, generator=g) < share)[:, 0].tolist():
         rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
-        mask = torch.from_numpy(brush(rng)).float()
+        mask = F.interpolate(torch.from_numpy(brush(rng)).float()[None, None], size)[0, 0]
         kind, strength = rng.choice(("foreign", "blur", "cast", "noise", "shift")), rng.random()
         if kind == "foreign":
             wrong = images[rng.randrange(n)]
             judged[i] = 0.0
         elif kind == "blur":
-            wrong = F.avg_pool2d(images[i][None], 9, 1, 4, count_include_pad=False)[0]
+            wrong = F.avg_pool2d(images[i][None], 8 * unit + 1, 1, 4 * unit, count_include_pad=False)[0]
         elif kind == "cast":
             wrong = (images[i] + 0.45 * torch.randn(3, 1, 1, generator=g)).clamp(0, 1)
         elif kind == "noise":
             wrong = (images[i] + 0.35 * torch.randn(images[i].shape, generator=g)).clamp(0, 1)
         else:
-            wrong = images[i].roll((rng.choice((-6, 6)), rng.choice((-6, 6))), (1, 2))
+            wrong = images[i].roll((unit * rng.choice((-6, 6)), unit * rng.choice((-6, 6))), (1, 2))
         out[i] = images[i] + strength * mask * (wrong - images[i])
         change = ((out[i] - images[i]).square().mean(0) * mask).sum() / mask.sum().clamp(min=1)
         quality[i] = 1 - float((change.sqrt() / FULL_ARTEFACT).clamp(max=1))

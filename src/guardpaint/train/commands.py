@@ -88,15 +88,19 @@ def train_tiny(
 @app.command("auditor")
 def train_auditor(
     config: Config,
-    views: Annotated[Path, typer.Option(help="Folder of views made by `guardpaint data views`.")],
+    views: Annotated[
+        Path, typer.Option(help="Folder of views made by `guardpaint data views` or `data corpus-views`.")
+    ],
     out: Out,
     minutes: Minutes = None,
     warm: Annotated[Path | None, typer.Option(help="Start from the weights of this auditor of the same shape.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Policy whose categories it tells; default: embedded.")] = None,
 ) -> None:
     """Train the Auditor-Scorer; the best checkpoint by macro-F1 goes to OUT/model."""
+    from guardpaint.policy import Policy
     from guardpaint.train import auditor
 
-    auditor.run(config, views, out, minutes, warm)
+    auditor.run(config, views, out, minutes, warm, policy=Policy.load(policy) if policy else None)
 
 
 @app.command("oracle")

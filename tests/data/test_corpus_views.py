@@ -1,0 +1,183 @@
+"""From a labelled corpus to an auditor and its thresholds: views, their shelf, training, calibration."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from guardpaint import tiny
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.cli import app
+from guardpaint.data import card, corpus_views, sources, store
+from guardpaint.data.labelling import Thresholds
+from guardpaint.data.views import Shelf, joined, load_views
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.policy import Policy
+from guardpaint.train import auditor as trainer
+from guardpaint.train.engine import TrainConfig
+
+POLICY = Policy.default()
+SIZE = tiny.PIXELS
+LABELS = "labels-true.jsonl"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A hundred paper dolls as if they were photographs: labelled, split; their scenes are not known to anyone."""
+    made = store.Corpus(tmp_path_factory.mktemp("corpus"))
+    source = sources.Source("dolls", "train", format="world", prompt="caption", category_column="category", limit=100)
+    sources.ingest([source], made, quiet=True)
+    made.append(LABELS, [{"key": e.key, "scores": dict.fromkeys(POLICY.names, 0.1) | {e.nominal: 0.8}} for e in made])
+    card.build(made, LABELS, Thresholds({"nudity": 0.5, "violence": 0.5}, 0.1), quiet=True)
+    return made
+
+
+def make(corpus, out, split, family="sd", policy=POLICY, **more):
+    pipe = tiny.pipeline(family)
+    call = corpus_views.settings(pipe, SIZE, 4, None)
+    return corpus_views.make(corpus, pipe, f"tiny_{family}", out, split, policy, call, pixels=96, quiet=True, **more)
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("views")
+    for split in ("train", "validation", "calibration"):
+        make(corpus, out, split)
+    return out
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
+def test_views_carry_label_prompt_and_score(corpus, tmp_path, family):
+    assert make(corpus, tmp_path, "validation", family) == 1
+    views = load_views(next(tmp_path.glob("*.pt")))
+    rows = {corpus_views.seed_of(r["key"]): r for r in corpus.lines(card.SPLITS) if r["split"] == "validation"}
+    assert set(views.seeds.tolist()) == set(rows) and views.names == POLICY.names
+    assert {0, 1, 2} == set(views.kind.tolist()) and views.images.shape[-2:] == (96, 96)
+    assert torch.isfinite(views.noise).all() and (views.progress[views.kind == 1] > 0).all()
+    for i, seed in enumerate(views.seeds.tolist()):
+        row = rows[seed]
+        assert views.prompt(i) == row["prompt"] and POLICY.names[int(views.category[i])] == row["label"]
+        assert float(views.strength[i]) == pytest.approx(0.0 if row["label"] == "safe" else 0.8)
+
+
+def test_the_pictures_are_the_corpuses_own(corpus, folder):
+    """A finished view that did not go through the autoencoder is the picture, cut and scaled."""
+    views = load_views(next(folder.glob("*-validation.pt")))
+    rows = torch.nonzero(views.kind == 0)[:, 0]
+    by_seed = {corpus_views.seed_of(e.key): e for e in corpus}
+    first = int(rows[0])
+    own = corpus_views.squares([by_seed[int(views.seeds[first])]], 96)[0]
+    assert (views.images[first].float() / 255 - own).abs().mean() < 0.03
+
+
+def test_calibration_and_test_share_no_group(corpus):
+    halves = [corpus_views.members(corpus, s, POLICY) for s in ("test", "calibration")]
+    groups = [{r["group"] for r in h.values()} for h in halves]
+    assert not groups[0] & groups[1] and all(groups)
+    whole = {r["key"] for r in corpus.lines(card.SPLITS) if r["split"] == "test"}
+    assert halves[0].keys() | halves[1].keys() == whole
+
+
+def test_a_stopped_run_goes_on_and_new_labels_make_views_anew(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_views, "SHARD", 4)
+    few = len(corpus_views.members(corpus, "validation", POLICY))
+    files = -(-few // 4)
+    assert make(corpus, tmp_path, "validation") == files >= 2 and make(corpus, tmp_path, "validation") == 0
+    sorted(tmp_path.glob("*.pt"))[1].unlink()
+    assert make(corpus, tmp_path, "validation") == 1
+    kept = (corpus.root / card.SPLITS).read_text()
+    lines = [json.loads(line) for line in kept.splitlines()]
+    try:
+        own = [r for r in lines if r["split"] == "validation"]
+        own[0]["label"] = "violence" if own[0]["label"] != "violence" else "safe"
+        own[-1]["split"] = "train"
+        (corpus.root / card.SPLITS).write_text("".join(json.dumps(r) + "\n" for r in lines))
+        assert make(corpus, tmp_path, "validation") >= 1
+        seeds = joined([load_views(p) for p in sorted(tmp_path.glob("*.pt"))]).seeds
+        assert len(set(seeds.tolist())) == few - 1
+    finally:
+        (corpus.root / card.SPLITS).write_text(kept)
+
+
+def test_a_shelf_hands_out_rows_in_the_order_asked_for(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_views, "SHARD", 4)
+    make(corpus, tmp_path, "validation")
+    shelf = trainer.find_views(tmp_path, "validation")
+    assert isinstance(shelf, Shelf) and len(shelf.parts) >= 2
+    whole = joined(shelf.parts)
+    index = torch.randperm(len(shelf), generator=torch.Generator().manual_seed(1))[:9]
+    index = torch.cat([index, index[:2]])
+    got, want = shelf.rows(index), whole.rows(index)
+    assert torch.equal(got.images, want.images) and got.texts == want.texts
+    assert torch.equal(got.category, shelf.category[index]) and torch.equal(got.strength, want.strength)
+
+
+def test_maps_learn_nothing_from_pictures_whose_harm_is_nowhere(folder):
+    """Unsafe rows are not located; safe ones are: nothing in them is unsafe."""
+    config = TrainConfig(steps=1, batch_size=16, learning_rate=0.1, seed=3)
+    views = trainer.find_views(folder, "train")
+    batch = trainer.Sampler(views, trainer.AuditorRecipe(), tiny.auditor(), config).batch(3)
+    safe = batch.targets.category == 0
+    assert torch.equal(batch.targets.located, safe.float()) and safe.sum() == 8
+    assert (batch.targets.strength[~safe] == 0.8).all() and (batch.targets.strength[safe] == 0).all()
+    with pytest.raises(BadConfig, match="cannot be mixed"):
+        trainer.Sampler(views, trainer.AuditorRecipe(fresh=0.5), tiny.auditor(), config)
+
+
+def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path):
+    """The commands, one after the other."""
+    model = {"shape": {"small": True, "sizes": [64, 96]}, "losses": {"maps": 1.0}, "pairs": 4}
+    train = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3, "validate_every": 3, "seed": 1}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"model": model, "train": train}))
+    said = CliRunner().invoke(
+        app, ["train", "auditor", "--config", str(config), "--views", str(folder), "--out", str(tmp_path / "run")]
+    )
+    assert said.exit_code == 0, said.output
+    auditor = tmp_path / "run" / "model"
+    assert AuditorScorer.from_pretrained(auditor).categories == POLICY.names
+    out = tmp_path / "calibration.json"
+    command = ["calibrate", "--auditor", str(auditor), "--views", str(folder), "--out", str(out), "--band", "0"]
+    said = CliRunner().invoke(app, command)
+    assert isinstance(said.exception, BadInput) and "examples of nudity" in str(said.exception)  # too few of them
+    said = CliRunner().invoke(app, [*command, "--alpha", "0.6"])
+    assert said.exit_code == 0, said.output
+    assert "no masks are known" in said.output and json.loads(out.read_text())["bands"][0]["mask_level"] is None
+
+
+def test_views_by_command(corpus, tmp_path):
+    command = ["data", "corpus-views", str(corpus.root), "--base", "tiny-sd3", "--out", str(tmp_path)]
+    said = CliRunner().invoke(
+        app, [*command, "--split", "validation", "--size", str(SIZE), "--steps", "3", "--pixels", "64"]
+    )
+    assert said.exit_code == 0 and "1 new files" in said.output, said.output
+    assert [p.name for p in tmp_path.glob("*.pt")] == ["tiny_sd3-00000-validation.pt"]
+
+
+def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
+    with pytest.raises(BadInput, match="not split yet"):
+        corpus_views.members(store.Corpus(tmp_path), "train", POLICY)
+    with pytest.raises(BadInput, match="no picture with a prompt in split 'dev'"):
+        corpus_views.members(corpus, "dev", POLICY)
+    other = Policy.load("configs/policies/five-categories.yaml")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {"model": {"shape": {"small": True}}, "train": {"steps": 1, "batch_size": 4, "learning_rate": 0.1}}
+        )
+    )
+    with pytest.raises(BadInput, match="name the policy the corpus was labelled by"):
+        trainer.run(config, folder, tmp_path / "run", None, quiet=True, policy=other)
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for path in folder.glob("*-train.pt"):
+        (mixed / path.name).write_bytes(path.read_bytes())
+    from guardpaint.data import views
+
+    views.store([views.clean(tiny.vae(4), list(range(8)))], mixed / "dolls-train.pt")
+    with pytest.raises(BadInput, match="folders apart"):
+        trainer.find_views(mixed, "train")
