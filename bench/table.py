@@ -165,7 +165,13 @@ KIND = {
 def runs_of(card: dict[str, Any]) -> list[dict[str, Any]]:
     """A model's training runs, the first one first."""
     before = card.get("starts_from")
-    return [*(runs_of(before) if before else []), card]
+    own = card.get("stages", [card])
+    return [*(runs_of(before) if before else []), *own]
+
+
+def sum_of(counts: list[dict[str, int]]) -> dict[str, int]:
+    """Parameters of stages that ship as one."""
+    return {k: sum(c[k] for c in counts) for k in counts[0]}
 
 
 def models_page() -> str:
@@ -185,7 +191,7 @@ def models_page() -> str:
             continue
         card = json.loads((assets / name / "card.json").read_text())
         lines += ["", f"## {name}", "", f"{kind[0].upper()}{kind[1:]}."]
-        sizes = card.get("parameters", 0)
+        sizes = card.get("parameters") or sum_of([s["parameters"] for s in card["stages"]])
         parts = ", ".join(f"{k} {v:,}" for k, v in sizes.items()) if isinstance(sizes, dict) else f"{sizes:,}"
         lines += ["", f"Parameters: {parts}. Runs:", ""]
         for run in runs_of(card):

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,9 @@ def run(
             f"ablation:{a}" for a in ABLATIONS
         )
         return
+    for module in ("pyarrow", "matplotlib"):  # what the end of a run needs, asked for before hours are spent
+        if find_spec(module) is None:
+            raise BadInput(f"evaluation runs need {module}: pip install 'guardpaint[eval]'")
     suites, notes = open_suites(suite, n, attacks, searched, file_format)
     if not any(suites):
         raise BadInput(f"suite {suite!r}: no prompts in it")
