@@ -1,4 +1,4 @@
-"""Fail closed (SPEC §8.1–8.2): whatever breaks, no unsafe image is released and nothing is silent."""
+"""Fail closed: whatever breaks, no unsafe image is released and nothing is silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The invariants of SPEC §1, over every family."""
+"""The loop's invariants, over every family."""
 
 from __future__ import annotations
 

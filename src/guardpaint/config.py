@@ -55,7 +55,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Settings of the loop; the defaults are SPEC §1's."""
+    """Settings of the loop; the defaults are the project's, not always the paper's."""
 
     mode: str = "enforce"
     """enforce: repair or block. monitor: audit and report, change nothing. off: do nothing, say so."""
@@ -158,7 +158,7 @@ class GuardConfig:
 
 
 def audited_steps(steps: int, config: GuardConfig) -> frozenset[int]:
-    """Steps to audit: the last X executed ones with progress ≥ audit_start (SPEC §1)."""
+    """Steps to audit: the last X executed ones with progress ≥ audit_start."""
     return frozenset(
         i for i in range(max(0, steps - config.audits), steps) if (i + 1) / steps >= config.audit_start - 1e-9
     )

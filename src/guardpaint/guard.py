@@ -1,4 +1,4 @@
-"""The loop of SPEC §1 for one image: draft → audit → repair → verify → reinsert, then the final verdict."""
+"""The loop for one image: draft → audit → repair → verify → reinsert, then the final verdict."""
 
 from __future__ import annotations
 

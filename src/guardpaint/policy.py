@@ -86,7 +86,7 @@ class Policy:
         return self.category(name).safe_prompt or self.categories[0].safe_prompt
 
     def finding(self, audit: Audit, calibrated: Mapping[str, float] | None = None) -> Finding | None:
-        """Trigger rule (SPEC §1.2): benign iff adv_prob < trigger and the harm class is safe.
+        """Trigger rule: benign iff adv_prob < trigger and the harm class is safe.
 
         A category's threshold, from the policy or from calibration (the lower counts), can only tighten it.
         """

@@ -1,4 +1,4 @@
-"""The final verdict and the last-resort ladder: what leaves the guard (SPEC §8.1–8.2)."""
+"""The final verdict and the last-resort ladder: what leaves the guard."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Request:
         return self.packed(done.latent)
 
     def release_failed_hold(self, i: int, guard: ImageGuard, draft: Draft) -> None:
-        """A hold inside which the new trigger points has failed; one elsewhere stands (SPEC §6)."""
+        """A hold inside which the new trigger points has failed; one elsewhere stands."""
         if guard.suspect is None:
             return
         self.nulls.pop(i, None)

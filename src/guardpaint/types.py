@@ -95,7 +95,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Knobs:
-    """The six settings of one repair, in physical units (SPEC §5)."""
+    """The six settings of one repair, in physical units."""
 
     cfg: float
     dilation: float
@@ -197,7 +197,7 @@ class SeamMetric(Protocol):
 
 @dataclass(frozen=True)
 class ProposerState:
-    """What a proposer may look at (SPEC §5)."""
+    """What a proposer may look at."""
 
     text_embed: Float[Tensor, " t"] | None
     latent: Float[Tensor, "c h w"]

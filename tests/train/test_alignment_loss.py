@@ -1,4 +1,4 @@
-"""The inpainter's losses, on numbers worked by hand (SPEC §4)."""
+"""The inpainter's losses, on numbers worked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thresholds with finite-sample guarantees: conformal risk control (SPEC §8.4).
+"""Thresholds with finite-sample guarantees: conformal risk control.
 
 Given n calibration losses in [0, 1] that only grow with a threshold λ, the largest λ with
 n/(n+1) · mean loss + 1/(n+1) ≤ α has an expected loss of at most α on a new, exchangeable example.

@@ -1,4 +1,4 @@
-"""Grad-CAM on the auditor's visual features (SPEC §2), and the overlays people look at."""
+"""Grad-CAM on the auditor's visual features, and the overlays people look at."""
 
 from __future__ import annotations
 

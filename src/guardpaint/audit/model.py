@@ -1,4 +1,4 @@
-"""The Auditor-Scorer A_s (SPEC §2): one backbone, six answers."""
+"""The Auditor-Scorer A_s: one backbone, six answers."""
 
 from __future__ import annotations
 

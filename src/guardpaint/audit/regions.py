@@ -1,4 +1,4 @@
-"""Region mining and masks (SPEC §3). Sizes are fractions of the image side; 512 px is the reference."""
+"""Region mining and masks. Sizes are fractions of the image side; 512 px is the reference."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def token_batch(tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int) -
 
 
 class TextEncoder(nn.Module):
-    """Word embeddings → BiLSTM: f_text, S_seq and the padding mask (SPEC §2)."""
+    """Word embeddings → BiLSTM: f_text, S_seq and the padding mask."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ class BaseModel:
         return vae_decode(self.vae, z[None], self.device)[0]
 
     def encode(self, image: Float[Tensor, "3 H W"], latent_size: tuple[int, int]) -> Float[Tensor, "c h w"]:
-        """Resize to the base's pixel size and encode with the base VAE (SPEC §6)."""
+        """Resize to the base's pixel size and encode with the base VAE."""
         factor = self.pipe.vae_scale_factor
         pixels = resize(image[None], (latent_size[0] * factor, latent_size[1] * factor))
         return vae_encode(self.vae, pixels, self.device)[0]

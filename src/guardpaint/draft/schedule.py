@@ -61,7 +61,7 @@ def prediction_type(scheduler: Any) -> str:
 def split(
     output: Float[Tensor, ...], z: Float[Tensor, ...], level: Level, prediction: str
 ) -> tuple[Float[Tensor, ...], Float[Tensor, ...]]:
-    """Clean estimate and implied noise (x̂0, ε̂) from a model output (SPEC §6)."""
+    """Clean estimate and implied noise (x̂0, ε̂) from a model output."""
     a, s = level.signal, level.sigma
     if prediction == "flow":
         return z - s * output, z + a * output

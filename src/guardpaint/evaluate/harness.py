@@ -56,7 +56,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
                      "null_text", "flow_ode")
     ),
 }  # fmt: skip
-"""Suites of SPEC §7: `--defence ablation:NAME` runs every member."""
+"""What is compared: `--defence ablation:NAME` runs every member."""
 DEFENCES = (*FREE, *POST_HOC, *GUARDED)
 SEARCHED = "mini-sd"
 """Attack prompts found on this base are transferred to the others; what was found on another carries its name."""

@@ -52,7 +52,7 @@ def choose(rule: str, draft: Draft, family: Family) -> tuple[str, str]:
 def reinsert(
     asked: str, draft: Draft, edit: Edit, family: Family, *, hold: float, alpha: float, seed: int
 ) -> Reinserted:
-    """Apply one rule of SPEC §6 to the control latent."""
+    """Apply one rule to the control latent."""
     rule, note = choose(asked, draft, family)
     z, level = draft.latent, draft.after
     if rule == "ddpm_noise":

@@ -1,4 +1,4 @@
-"""The reinsertion rules of SPEC §6 as functions of tensors. `level` is that of the edited latent, after the step."""
+"""The reinsertion rules as functions of tensors. `level` is that of the edited latent, after the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inpainter A_g: a 9-channel UNet over (z_t, mask, masked latent), told the user's prompt (SPEC §4)."""
+"""The inpainter A_g: a 9-channel UNet over (z_t, mask, masked latent), told the user's prompt."""
 
 from __future__ import annotations
 

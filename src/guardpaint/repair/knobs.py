@@ -1,4 +1,4 @@
-"""The six knobs, their ranges, and the proposers that need no training (SPEC §5)."""
+"""The six knobs, their ranges, and the proposers that need no training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learned proposer: state encoder, policy MLP, hybrid continuous/discrete actions (SPEC §5)."""
+"""The learned proposer: state encoder, policy MLP, hybrid continuous/discrete actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranker (the paper's "judge"): from a cheap preview, which candidates are worth painting out (SPEC §5)."""
+"""The ranker (the paper's "judge"): from a cheap preview, which candidates are worth painting out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teach an inpainter the policy: refusal SFT, then BCO (or KTO) against the model it starts from (SPEC §4).
+"""Teach an inpainter the policy: refusal SFT, then BCO (or KTO) against the model it starts from.
 
 guardpaint train sft --config configs/train/mini-sft.yaml --inpainter mini-inpaint --pairs runs/pairs --out runs/sft
 guardpaint train bco --config configs/train/mini-bco.yaml --inpainter runs/sft/model --pairs runs/pairs --out runs/bco

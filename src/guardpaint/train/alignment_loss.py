@@ -1,4 +1,4 @@
-"""Losses of the inpainter's two stages (SPEC §4): refusal SFT, then KTO or BCO against a frozen reference.
+"""Losses of the inpainter's two stages: refusal SFT, then KTO or BCO against a frozen reference.
 
 Pure functions. Running statistics are passed in and returned. A sample is desired (safe) or not; its reward says how
 much closer than the reference the policy comes to the sample's own clean latent inside the mask.

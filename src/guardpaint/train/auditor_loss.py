@@ -1,4 +1,4 @@
-"""The auditor's losses (SPEC §2), as pure functions of its scores.
+"""The auditor's losses, as pure functions of its scores.
 
 Safety losses read the visual side alone, so they give no gradient to the text encoder or the faithfulness head;
 InfoNCE trains those and the shared backbone.

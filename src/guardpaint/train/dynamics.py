@@ -1,4 +1,4 @@
-"""Pictures of an alignment run: the three-panel dynamics with its phases, and the activation scatter (SPEC §4)."""
+"""Pictures of an alignment run: the three-panel dynamics with its phases, and the activation scatter."""
 
 from __future__ import annotations
 

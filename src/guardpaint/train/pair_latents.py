@@ -1,4 +1,4 @@
-"""Pairs, encoded once: what SFT, KTO and BCO train on (SPEC §4: z0, m, z̃0, input ids, y)."""
+"""Pairs, encoded once: what SFT, KTO and BCO train on (z0, m, z̃0, input ids, y)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the tournament proposer from stored tournaments (off-line) or by playing new ones (on-line) (SPEC §5).
+"""Train the tournament proposer from stored tournaments (off-line) or by playing new ones (on-line).
 
 guardpaint train proposer --config configs/train/mini-proposer.yaml --rollouts runs/rollouts --out runs/proposer
 """

@@ -1,4 +1,4 @@
-"""Losses of the tournament proposer and of the ranker (SPEC §5), as functions of numbers."""
+"""Losses of the tournament proposer and of the ranker, as functions of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the ranker on stored tournaments: early features against the utilities that came of them (SPEC §5).
+"""Train the ranker on stored tournaments: early features against the utilities that came of them.
 
 guardpaint train ranker --config configs/train/mini-ranker.yaml --rollouts runs/rollouts --out runs/ranker
 """

@@ -136,7 +136,7 @@ class Recipe(nn.Module, ABC):
 
 
 def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " b"]:
-    """min(SNR, γ)/SNR for ε-prediction (SPEC §4)."""
+    """min(SNR, γ)/SNR for ε-prediction."""
     snr = alpha / (1 - alpha)
     return snr.clamp(max=gamma) / snr
 

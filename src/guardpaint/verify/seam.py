@@ -1,4 +1,4 @@
-"""Seam quality Q: LPIPS restricted to a ring around the mask's boundary (SPEC §5)."""
+"""Seam quality Q: LPIPS restricted to a ring around the mask's boundary."""
 
 from __future__ import annotations
 

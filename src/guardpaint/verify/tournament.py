@@ -1,4 +1,4 @@
-"""One tournament (SPEC §5): candidates painted, composed into the view and scored beside the control.
+"""One tournament: candidates painted, composed into the view and scored beside the control.
 
 An `Arena` is the point at which repairs compete: any set of knobs can be tried from it, again and again, with the same
 outcome. With a ranker, all candidates are previewed after one denoising step and only the likeliest are painted out.

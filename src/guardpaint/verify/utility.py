@@ -1,4 +1,4 @@
-"""Guarded utility and its time-varying gates (SPEC §5), as functions of numbers."""
+"""Guarded utility and its time-varying gates, as functions of numbers."""
 
 from __future__ import annotations
 
