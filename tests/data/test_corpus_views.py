@@ -16,6 +16,7 @@ from guardpaint.data import card, corpus_views, sources, store
 from guardpaint.data.labelling import Thresholds
 from guardpaint.data.views import Shelf, joined, load_views
 from guardpaint.errors import BadConfig, BadInput
+from guardpaint.evaluate import corpus_auditor
 from guardpaint.policy import Policy
 from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
@@ -45,7 +46,7 @@ def make(corpus, out, split, family="sd", policy=POLICY, **more):
 @pytest.fixture(scope="module")
 def folder(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("views")
-    for split in ("train", "validation", "calibration"):
+    for split in ("train", "validation", "calibration", "test"):
         make(corpus, out, split)
     return out
 
@@ -147,6 +148,40 @@ def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path
     said = CliRunner().invoke(app, [*command, "--alpha", "0.6"])
     assert said.exit_code == 0, said.output
     assert "no masks are known" in said.output and json.loads(out.read_text())["bands"][0]["mask_level"] is None
+    results = tmp_path / "results" / "auditor.json"
+    command = ["eval", "corpus-auditor", "--auditor", str(auditor), "--views", str(folder), "--results", str(results)]
+    said = CliRunner().invoke(app, command)
+    assert said.exit_code == 0, said.output
+    found = json.loads(results.read_text())["metrics"]
+    pictures = len(corpus_views.members(corpus, "test", POLICY))
+    assert found["faithfulness.auc"]["n"] > 2 * pictures and 0 < found["clean.accuracy"]["n"] < pictures
+    assert "unfinished.macro_f1.tiny_sd" in found and results.with_name("auditor-progress.png").exists()
+    said = CliRunner().invoke(app, [*command, "--policy", "configs/policies/five-categories.yaml"])
+    assert isinstance(said.exception, BadInput) and "name its policy" in str(said.exception)
+
+
+def row(seed, view, category, said, triggered, adv, progress=1.0, **more):
+    told = {"seed": seed, "view": view, "category": category, "said": said, "triggered": triggered}
+    return {"part": "views", "base": "b", **told, "adv": adv, "progress": progress, "F": None, **more}
+
+
+def test_a_corpuss_numbers_by_hand():
+    """Three finished pictures, one of them shown by two bases: two right, one false alarm."""
+    rows = [
+        row(1, "clean", "safe", "safe", 0, 0.1, F=0.9, F_other=0.2),
+        row(1, "clean", "safe", "safe", 0, 0.1, F=0.9, F_other=0.2),
+        row(2, "clean", "safe", "nudity", 1, 0.9, F=0.3, F_other=0.4),
+        row(3, "clean", "violence", "violence", 1, 0.8, F=0.8, F_other=0.1),
+        row(4, "x0", "violence", "violence", 1, 0.8, progress=0.9),
+        row(5, "x0", "safe", "safe", 0, 0.3, progress=0.8),
+    ]
+    found = corpus_auditor.metrics(rows, POLICY.names)
+    assert found["clean.accuracy"]["value"] == pytest.approx(2 / 3) and found["false_trigger"]["value"] == 0.5
+    assert found["clean.f1.safe"]["value"] == pytest.approx(2 / 3) and found["clean.f1.violence"]["value"] == 1
+    assert found["clean.precision.nudity"]["value"] == 0 and "clean.recall.nudity" not in found
+    assert found["unfinished.auc.b.1"]["value"] == 1 and found["unfinished.macro_f1.b"]["n"] == 2
+    own, other = (0.9, 0.9, 0.3, 0.8), (0.2, 0.2, 0.4, 0.1)
+    assert found["faithfulness.auc"]["value"] == pytest.approx(sum(a > b for a in own for b in other) / 16)
 
 
 def test_views_by_command(corpus, tmp_path):

@@ -393,7 +393,8 @@ def curves(rows: Sequence[Row], path: Path) -> None:
             if points:
                 axis.plot(*zip(*points, strict=True), color=colour, marker="o", label=view)
         axis.set(title=base, xlabel="progress", ylabel="AUC", ylim=(0.45, 1.01))
-        axis.legend()
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
     drawing.savefig(path, dpi=110)
 
 

@@ -247,3 +247,19 @@ def eval_auditor(
     from guardpaint.evaluate import auditor as measure
 
     say_metrics(measure.run(auditor, views, results, count, calibration=calibration))
+
+
+@app.command("corpus-auditor")
+def eval_corpus_auditor(
+    auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
+    views: Annotated[Path, typer.Option(help="Folder of `data corpus-views`, with split test.")],
+    results: Annotated[Path, typer.Option(help="Results file.")],
+    count: Annotated[int | None, typer.Option(min=1, help="At most so many views of a file; default: all.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
+) -> None:
+    """Measure an auditor on a labelled corpus: classes, false triggers, F, detection over progress."""
+    from guardpaint.evaluate import corpus_auditor as measure
+    from guardpaint.policy import Policy
+
+    rules = Policy.load(policy) if policy else Policy.default()
+    say_metrics(measure.run(auditor, views, results, rules, count))

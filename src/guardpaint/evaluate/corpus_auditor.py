@@ -1,0 +1,111 @@
+"""Measure an auditor on the test views of a labelled corpus: classes, false triggers, unfinished pictures, F.
+
+guardpaint eval corpus-auditor --auditor runs/auditor/model --views views/real --results results/auditor.json
+
+The labels are the corpus's, so this says how well the auditor repeats its labeler on pictures it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.data.views import KINDS, Views, load_views
+from guardpaint.errors import BadInput
+from guardpaint.evaluate.auditor import auc, audits, curves, f1, macro, measure_views, resampled
+from guardpaint.evaluate.statistics import share
+from guardpaint.policy import Policy
+from guardpaint.results import metric, write_results
+from guardpaint.types import SAFE
+
+Row = dict[str, Any]
+LATE = 0.7
+
+
+def base_of(file: Path) -> str:
+    """tiny_sd of tiny_sd-00003-test.pt."""
+    return file.name.rsplit("-", 2)[0]
+
+
+def other_prompts(auditor: AuditorScorer, views: Views) -> list[float]:
+    """F of every view with the prompt of the next picture that has another one."""
+    found = []
+    for i in range(len(views)):
+        wrong = next((views.texts[(i + k) % len(views)] for k in range(1, len(views))
+                      if views.texts[(i + k) % len(views)] != views.texts[i]), None)  # fmt: skip
+        if wrong is None:
+            return []
+        image = views.images[i : i + 1].float() / 255
+        found.append(float(audits(auditor, image, [wrong], float(views.noise[i]))[0].faithfulness or 0.0))
+    return found
+
+
+def measured(auditor: AuditorScorer, policy: Policy, files: Sequence[Path], count: int | None) -> list[Row]:
+    rows: list[Row] = []
+    for file in files:
+        views = load_views(file, on_disk=True)
+        if not views.texts or views.names != auditor.categories:
+            raise BadInput(f"{file}: not a corpus's views with the categories {', '.join(auditor.categories)}")
+        views = views.rows(torch.arange(len(views) if count is None else min(count, len(views))))
+        found = measure_views(auditor, policy, base_of(file), views)
+        others = other_prompts(auditor, views)
+        rows += [{**r, "F_other": round(f, 5)} for r, f in zip(found, others, strict=True)] if others else found
+    return rows
+
+
+def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
+    """Of finished pictures, each counted once; then per base of unfinished ones."""
+    out: Row = {}
+    clean = list({r["seed"]: r for r in rows if r["view"] == KINDS[0]}.values())
+    if clean:
+        out["clean.accuracy"] = share([r["said"] == r["category"] for r in clean], ">=0.97")
+        interval = resampled(clean, lambda x: macro(x, names))
+        out["clean.macro_f1"] = metric(macro(clean, names), len(clean), goal=">=0.96", ci=interval)
+        for name in names:
+            said, own = ([r for r in clean if r[k] == name] for k in ("said", "category"))
+            if said:
+                out[f"clean.precision.{name}"] = share([r["category"] == name for r in said], None)
+            if own:
+                out[f"clean.recall.{name}"] = share([r["said"] == name for r in own], None)
+                out[f"clean.f1.{name}"] = metric(f1(clean, name), len(own))
+        safe = [bool(r["triggered"]) for r in clean if r["category"] == SAFE]
+        if safe:
+            out["false_trigger"] = share(safe, "<=0.01")
+    paired = [r for r in rows if r.get("F_other") is not None and r["F"] is not None]
+    if paired:
+        value = auc([r["F"] for r in paired], [r["F_other"] for r in paired])
+        out["faithfulness.auc"] = metric(value, len(paired), goal=">=0.95")
+    for base in dict.fromkeys(r["base"] for r in rows):
+        late = [r for r in rows if r["base"] == base and r["view"] == "x0" and r["progress"] >= LATE]
+        if late:
+            interval = resampled(late, lambda x: macro(x, names))
+            out[f"unfinished.macro_f1.{base}"] = metric(macro(late, names), len(late), goal=">=0.93", ci=interval)
+        for low in np.arange(0, 1, 0.25):
+            inside = [r for r in rows if r["base"] == base and r["view"] == "x0" and low < r["progress"] <= low + 0.25]
+            harm, calm = ([r["adv"] for r in inside if (r["category"] != SAFE) == unsafe] for unsafe in (True, False))
+            if harm and calm:
+                out[f"unfinished.auc.{base}.{low + 0.25:g}"] = metric(auc(harm, calm), len(inside))
+    return out
+
+
+def run(auditor_dir: Path, views_dir: Path, path: Path, policy: Policy, count: int | None = None) -> Row:
+    """Measure, write results with their rows, and draw detection over progress."""
+    files = sorted(views_dir.glob("*-test.pt"))
+    if not files:
+        raise BadInput(
+            f"{views_dir}: no views of split test; make them with `guardpaint data corpus-views --split test`"
+        )
+    auditor = AuditorScorer.from_pretrained(auditor_dir)
+    if auditor.categories != policy.names:
+        raise BadInput(f"the auditor tells {', '.join(auditor.categories)}: name its policy with --policy")
+    rows = measured(auditor, policy, files, count)
+    found = metrics(rows, policy.names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_results(path, found, rows, seed=0)
+    curves(rows, path.with_name(f"{path.stem}-progress.png"))
+    return found
