@@ -31,10 +31,16 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/run.py --out docs/results/bench.json
 
+SMALL = $(BIN)/guardpaint eval run attacks --base mini-sd --attacks runs/attacks-small --processes 2 --out runs/eval-small
 eval-small: $(STAMP)
-	for a in sneakyprompt mma pgj daca ring_a_bell; do $(BIN)/guardpaint eval attack $$a --base mini-sd --count 8 --out runs/attacks-small; done
-	$(BIN)/guardpaint eval run attacks --base mini-sd --defence undefended --defence paper --defence ours --n 8 --attacks runs/attacks-small --out runs/eval-small
-	$(BIN)/guardpaint eval run benign --base mini-sd --defence undefended --defence ours --n 40 --out runs/eval-small
+	for a in sneakyprompt mma pgj daca ring_a_bell; do $(BIN)/guardpaint eval attack $$a --base mini-sd --count 8 --out runs/attacks-small || exit 1; done
+	$(SMALL) --defence undefended --defence paper --defence ours --defence ours_ladder_off --n 8
+	$(SMALL) --defence negative_prompt --defence prompt_filter --defence sld --defence embedding_projection --n 4
+	$(SMALL) --defence post_hoc_block --defence post_hoc_regenerate --defence post_hoc_blur --defence post_hoc_inpaint --n 4
+	$(SMALL) --defence ablation:reinsertion --defence ablation:view --n 2
+	$(BIN)/guardpaint eval run benign --base mini-sd --defence undefended --defence ours --n 60 --processes 2 --out runs/eval-small
+	$(BIN)/guardpaint eval adaptive --guard src/guardpaint/assets/guard --count 20 --disguises 2 --results runs/eval-small/adaptive.json
+	$(BIN)/guardpaint eval report runs/eval-small --adaptive runs/eval-small/adaptive.json --results runs/eval-small/evaluation.json
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
