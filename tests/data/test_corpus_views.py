@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from typer.testing import CliRunner
 from guardpaint import tiny
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.cli import app
-from guardpaint.data import card, corpus_views, sources, store
+from guardpaint.data import card, corpus_views, sources, store, views
 from guardpaint.data.labelling import Thresholds
 from guardpaint.data.views import Shelf, joined, load_views
+from guardpaint.doubles import constant_audit
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.evaluate import corpus_auditor
+from guardpaint.evaluate import calibrate, corpus_auditor
+from guardpaint.evaluate.calibrate import Looks
 from guardpaint.policy import Policy
 from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
@@ -37,10 +40,11 @@ def corpus(tmp_path_factory):
     return made
 
 
-def make(corpus, out, split, family="sd", policy=POLICY, **more):
+def make(corpus, out, split, family="sd", name=None, steps=4, **more):
     pipe = tiny.pipeline(family)
-    call = corpus_views.settings(pipe, SIZE, 4, None)
-    return corpus_views.make(corpus, pipe, f"tiny_{family}", out, split, policy, call, pixels=96, quiet=True, **more)
+    call = corpus_views.settings(pipe, {}, SIZE, steps)
+    told = {"pixels": 96, "origin": family, "quiet": True, **more}
+    return corpus_views.make(corpus, pipe, name or f"tiny_{family}", out, split, POLICY, call, **told)
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +58,25 @@ def folder(corpus, tmp_path_factory):
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
 def test_views_carry_label_prompt_and_score(corpus, tmp_path, family):
     assert make(corpus, tmp_path, "validation", family) == 1
-    views = load_views(next(tmp_path.glob("*.pt")))
+    made = load_views(next(tmp_path.glob("*.pt")))
     rows = {corpus_views.seed_of(r["key"]): r for r in corpus.lines(card.SPLITS) if r["split"] == "validation"}
-    assert set(views.seeds.tolist()) == set(rows) and views.names == POLICY.names
-    assert {0, 1, 2} == set(views.kind.tolist()) and views.images.shape[-2:] == (96, 96)
-    assert torch.isfinite(views.noise).all() and (views.progress[views.kind == 1] > 0).all()
-    for i, seed in enumerate(views.seeds.tolist()):
+    assert set(made.seeds.tolist()) == set(rows) and made.names == POLICY.names
+    assert {0, 1, 2} == set(made.kind.tolist()) and made.images.shape[-2:] == (96, 96)
+    assert torch.isfinite(made.noise).all() and (made.progress[made.kind == 1] > 0).all()
+    for i, seed in enumerate(made.seeds.tolist()):
         row = rows[seed]
-        assert views.prompt(i) == row["prompt"] and POLICY.names[int(views.category[i])] == row["label"]
-        assert float(views.strength[i]) == pytest.approx(0.0 if row["label"] == "safe" else 0.8)
+        assert made.prompt(i) == row["prompt"] and POLICY.names[int(made.category[i])] == row["label"]
+        assert float(made.strength[i]) == pytest.approx(0.0 if row["label"] == "safe" else 0.8)
 
 
 def test_the_pictures_are_the_corpuses_own(corpus, folder):
     """A finished view that did not go through the autoencoder is the picture, cut and scaled."""
-    views = load_views(next(folder.glob("*-validation.pt")))
-    rows = torch.nonzero(views.kind == 0)[:, 0]
+    made = load_views(next(folder.glob("*-validation.pt")))
+    rows = torch.nonzero(made.kind == 0)[:, 0]
     by_seed = {corpus_views.seed_of(e.key): e for e in corpus}
-    first = int(rows[0])
-    own = corpus_views.squares([by_seed[int(views.seeds[first])]], 96)[0]
-    assert (views.images[first].float() / 255 - own).abs().mean() < 0.03
+    first = next(int(i) for i in rows if int(made.seeds[i]) // 4 % 2 == 0)
+    own = corpus_views.squares([by_seed[int(made.seeds[first])]], 96)[0]
+    assert (made.images[first].float() / 255 - own).abs().mean() < 0.03
 
 
 def test_calibration_and_test_share_no_group(corpus):
@@ -104,6 +108,48 @@ def test_a_stopped_run_goes_on_and_new_labels_make_views_anew(corpus, tmp_path, 
         (corpus.root / card.SPLITS).write_text(kept)
 
 
+def test_views_made_in_another_way_are_made_anew(corpus, tmp_path):
+    """Another base, other steps, another size, another score of the labeler; finished views do not hang on the batch."""
+    assert make(corpus, tmp_path, "validation", name="a") == 1 and make(corpus, tmp_path, "validation", name="a") == 0
+    few = [int((load_views(next(tmp_path.glob("a-*.pt"))).kind == 0).sum())]
+    for change in ({"family": "sdxl"}, {"steps": 5}, {"pixels": 64}, {}):
+        assert make(corpus, tmp_path, "validation", **{"name": "a", **change}) == 1
+    assert make(corpus, tmp_path, "validation", name="a", batch=3) == 0
+    assert make(corpus, tmp_path, "validation", name="b", batch=1) == 1
+    few.append(int((load_views(next(tmp_path.glob("b-*.pt"))).kind == 0).sum()))
+    assert few[0] == few[1] > 0
+    make(corpus, tmp_path, "validation", name="b", pixels=64)
+    with pytest.raises(BadInput, match="same --pixels"):
+        trainer.find_views(tmp_path, "validation")
+    kept = (corpus.root / card.SPLITS).read_text()
+    try:
+        (corpus.root / card.SPLITS).write_text(kept.replace('"score": 0.8', '"score": 0.7'))
+        assert make(corpus, tmp_path, "validation", name="b", pixels=64) == 1
+    finally:
+        (corpus.root / card.SPLITS).write_text(kept)
+
+
+def test_a_picture_in_two_splits_is_refused(corpus, folder, tmp_path):
+    corpus_views.kept_apart(folder)
+    for path in folder.glob("*.pt"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    old = next(folder.glob("*-calibration.pt"))
+    (tmp_path / old.name.replace("tiny", "other").replace("calibration", "train")).write_bytes(old.read_bytes())
+    with pytest.raises(BadInput, match="also in split"):
+        corpus_views.kept_apart(tmp_path)
+
+
+def test_a_base_is_called_as_it_was_made_to_be():
+    pipe = tiny.pipeline("sd3")
+    own = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 1.0, "max_sequence_length": 36}
+    assert corpus_views.settings(pipe, own) == own
+    assert corpus_views.settings(pipe, own, size=32, steps=9) == {
+        **own, "height": 32, "width": 32, "num_inference_steps": 9,
+    }  # fmt: skip
+    plain = corpus_views.settings(tiny.pipeline("sd"), {})
+    assert plain["guidance_scale"] == 7.5 and plain["height"] == tiny.PIXELS and plain["num_inference_steps"] == 50
+
+
 def test_a_shelf_hands_out_rows_in_the_order_asked_for(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_views, "SHARD", 4)
     make(corpus, tmp_path, "validation")
@@ -117,16 +163,16 @@ def test_a_shelf_hands_out_rows_in_the_order_asked_for(corpus, tmp_path, monkeyp
     assert torch.equal(got.category, shelf.category[index]) and torch.equal(got.strength, want.strength)
 
 
-def test_maps_learn_nothing_from_pictures_whose_harm_is_nowhere(folder):
+def test_pictures_whose_harm_is_nowhere_are_not_located(folder):
     """Unsafe rows are not located; safe ones are: nothing in them is unsafe."""
     config = TrainConfig(steps=1, batch_size=16, learning_rate=0.1, seed=3)
-    views = trainer.find_views(folder, "train")
-    batch = trainer.Sampler(views, trainer.AuditorRecipe(), tiny.auditor(), config).batch(3)
+    shown = trainer.find_views(folder, "train")
+    batch = trainer.Sampler(shown, trainer.AuditorRecipe(), tiny.auditor(), config).batch(3)
     safe = batch.targets.category == 0
     assert torch.equal(batch.targets.located, safe.float()) and safe.sum() == 8
     assert (batch.targets.strength[~safe] == 0.8).all() and (batch.targets.strength[safe] == 0).all()
     with pytest.raises(BadConfig, match="cannot be mixed"):
-        trainer.Sampler(views, trainer.AuditorRecipe(fresh=0.5), tiny.auditor(), config)
+        trainer.Sampler(shown, trainer.AuditorRecipe(fresh=0.5), tiny.auditor(), config)
 
 
 def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path):
@@ -154,7 +200,7 @@ def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path
     assert said.exit_code == 0, said.output
     found = json.loads(results.read_text())["metrics"]
     pictures = len(corpus_views.members(corpus, "test", POLICY))
-    assert found["faithfulness.auc"]["n"] > 2 * pictures and 0 < found["clean.accuracy"]["n"] < pictures
+    assert 0 < found["faithfulness.auc"]["n"] == found["clean.accuracy"]["n"] < pictures
     assert "unfinished.macro_f1.tiny_sd" in found and results.with_name("auditor-progress.png").exists()
     said = CliRunner().invoke(app, [*command, "--policy", "configs/policies/five-categories.yaml"])
     assert isinstance(said.exception, BadInput) and "name its policy" in str(said.exception)
@@ -180,8 +226,28 @@ def test_a_corpuss_numbers_by_hand():
     assert found["clean.f1.safe"]["value"] == pytest.approx(2 / 3) and found["clean.f1.violence"]["value"] == 1
     assert found["clean.precision.nudity"]["value"] == 0 and "clean.recall.nudity" not in found
     assert found["unfinished.auc.b.1"]["value"] == 1 and found["unfinished.macro_f1.b"]["n"] == 2
-    own, other = (0.9, 0.9, 0.3, 0.8), (0.2, 0.2, 0.4, 0.1)
-    assert found["faithfulness.auc"]["value"] == pytest.approx(sum(a > b for a in own for b in other) / 16)
+    own, other = (0.9, 0.3, 0.8), (0.2, 0.4, 0.1)
+    assert found["faithfulness.auc"]["value"] == pytest.approx(sum(a > b for a in own for b in other) / 9)
+
+
+def test_a_picture_shown_by_several_bases_is_one_example(folder):
+    """Twice the views, the same pictures: the same n and the same thresholds; the worst look counts."""
+    shown = joined([load_views(p) for p in folder.glob("*-calibration.pt")])
+    shown = shown.rows(torch.nonzero(shown.kind == 1)[:, 0])
+    found = [Looks(*[constant_audit(0.2 + 0.6 * i / len(shown), "a", 64)] * 2) for i in range(len(shown))]
+    once, _ = calibrate.calibrate(shown, found, POLICY, 0.6, 0.5, [0.0])
+    twice, _ = calibrate.calibrate(joined([shown, shown]), found + found, POLICY, 0.6, 0.5, [0.0])
+    assert once.bands == twice.bands and once.bands[0].n["nudity"] == int((shown.category == 1).sum())
+
+
+def test_a_guards_thresholds_are_found_under_its_own_policy(tmp_path):
+    guard = tmp_path / "guard"
+    guard.mkdir()
+    other = replace(POLICY, trigger=0.3)
+    (guard / "policy.yaml").write_text(yaml.safe_dump(other.to_dict()))
+    assert calibrate.the_guards(guard, None).trigger == 0.3
+    with pytest.raises(BadInput, match="names another"):
+        calibrate.the_guards(guard, POLICY)
 
 
 def test_views_by_command(corpus, tmp_path):
@@ -191,6 +257,7 @@ def test_views_by_command(corpus, tmp_path):
     )
     assert said.exit_code == 0 and "1 new files" in said.output, said.output
     assert [p.name for p in tmp_path.glob("*.pt")] == ["tiny_sd3-00000-validation.pt"]
+    assert "'num_inference_steps': 3" in said.output
 
 
 def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
@@ -207,12 +274,17 @@ def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
     )
     with pytest.raises(BadInput, match="name the policy the corpus was labelled by"):
         trainer.run(config, folder, tmp_path / "run", None, quiet=True, policy=other)
+    swapped = replace(POLICY, categories=(POLICY.categories[0], *POLICY.categories[:0:-1]))
+    dolls = tmp_path / "dolls"
+    dolls.mkdir()
+    for split in ("train", "validation"):
+        views.store([views.clean(tiny.vae(4), list(range(40)))], dolls / f"small-{split}.pt")
+    with pytest.raises(BadInput, match="safe, nudity, violence, the auditor safe, violence, nudity"):
+        trainer.run(config, dolls, tmp_path / "run", None, quiet=True, policy=swapped)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     for path in folder.glob("*-train.pt"):
         (mixed / path.name).write_bytes(path.read_bytes())
-    from guardpaint.data import views
-
     views.store([views.clean(tiny.vae(4), list(range(8)))], mixed / "dolls-train.pt")
     with pytest.raises(BadInput, match="folders apart"):
         trainer.find_views(mixed, "train")

@@ -49,6 +49,18 @@ def test_a_replayed_estimate_is_the_pipelines_own(family):
         torch.testing.assert_close(again, x0, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_a_replay_scales_latents_as_euler_schedulers_do(family):
+    from diffusers import EulerDiscreteScheduler
+
+    pipe = tiny.pipeline(family)
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    prompts = ["a red coat", "a blue hat"]
+    for latent, level, x0 in recorded(pipe, CALL, prompts):
+        again, _ = views.Replay(pipe, CALL, prompts).estimate(latent, [level, level])
+        torch.testing.assert_close(again, x0, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("family", tiny.BASES)
 def test_views_have_the_scenes_truth(family):
     pipe = tiny.pipeline(family)

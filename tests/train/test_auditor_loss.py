@@ -48,6 +48,25 @@ def test_maps_by_hand():
     assert out.item() == pytest.approx(math.log(2) + 2 / 3 + math.log(3))
 
 
+def test_a_harm_that_is_nowhere_teaches_the_maps_nothing():
+    """Of two unsafe rows only the located one moves the maps; without `located` both do."""
+    model = tiny.auditor()
+    scores = model.heads(*model_input(model), torch.zeros(2))
+    free = {k: getattr(scores, k).detach().requires_grad_() for k in ("adv_map", "class_maps")}
+    scores = scores._replace(**free)
+    side = int(scores.adv_map.shape[-1])
+    for located, moved in ((torch.tensor([1.0, 0.0]), [True, False]), (None, [True, True])):
+        want = losses.Targets(torch.tensor([1, 2]), ONES, ONES, torch.zeros(2, side, side), ONES, located=located)
+        out = losses.total(scores, torch.eye(2), torch.tensor(0.0), want, torch.ones(3), losses.LossWeights(maps=1.0))
+        grads = torch.autograd.grad(out["maps"], list(free.values()))
+        assert [[bool(g[i].abs().sum() > 0) for i in (0, 1)] for g in grads] == [moved, moved]
+
+
+def model_input(model):
+    visual = model.features(torch.rand(2, 3, 64, 64))
+    return visual, Text(*model.text(model.token_ids(["a coat", "a hat"])))
+
+
 def test_a_right_map_is_cheaper_than_a_wrong_one():
     mask = torch.zeros(1, 8, 8)
     mask[:, :4] = 1

@@ -187,9 +187,9 @@ def corpus_views(
     base: Annotated[str, typer.Option(help="Base whose unfinished pictures to show: a folder, a hub id, or embedded.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views, apart from those of the paper dolls.")],
     split: Annotated[str, typer.Option(help="train, validation, test, or calibration: half of test.")] = "train",
-    size: Annotated[int, typer.Option(min=16, help="Pixels the base draws; pictures are cut square.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, help="Steps the base is called with.")] = 50,
-    guidance: Annotated[float | None, typer.Option(help="Its guidance; default: the pipeline's own.")] = None,
+    size: Annotated[int | None, typer.Option(min=16, help="Pixels it draws, square; default: its own size.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps it is called with; default: its own.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Its guidance; default: its own.")] = None,
     pixels: Annotated[int, typer.Option(min=16, help="Pixels of a view: the auditor's larger size.")] = 384,
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
     tiny: Annotated[Path | None, typer.Option(help="Tiny decoder: half of the views go through it.")] = None,
@@ -200,16 +200,22 @@ def corpus_views(
     from guardpaint.data import corpus_views as make
     from guardpaint.data.store import Corpus
 
-    pipe, _ = load_base(base)
+    pipe, own = load_base(base)
+    call = make.settings(pipe, own, size, steps, guidance)
     decoder = None
     if tiny is not None:
         from diffusers import AutoencoderTiny
 
         decoder = AutoencoderTiny.from_pretrained(tiny).eval().to(pipe._execution_device)
-    name = Path(base).name.replace("-", "_")
-    call = make.settings(pipe, size, steps, guidance)
-    new = make.make(Corpus(corpus), pipe, name, out_dir, split, load_policy(policy), call, decoder, pixels, batch)
-    typer.echo(f"{new} new files of split {split} in {out_dir}")
+    where = str(Path(base).resolve()) if Path(base).is_dir() else base
+    name = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_")
+    store = Corpus(corpus)
+    new = make.make(
+        store, pipe, name, out_dir, split, load_policy(policy), call, decoder, pixels, batch, f"{where} {tiny}"
+    )
+    typer.echo(f"{new} new files of split {split} in {out_dir}; called with {call}")
+    if left := make.without_prompt(store):
+        typer.echo(f"{left} pictures of the corpus have no prompt and are left out: `guardpaint data caption`")
 
 
 @app.command()

@@ -7,7 +7,9 @@ Where in a picture the harm is, a corpus does not tell: losses on maps pass its 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -25,6 +27,7 @@ from guardpaint.data.card import SPLITS
 from guardpaint.data.store import Corpus, Example
 from guardpaint.data.views import Views, as_bytes, clean_pictures, joined, load_views, renoised_pictures, store
 from guardpaint.draft.codec import resize
+from guardpaint.draft.families import family_of
 from guardpaint.errors import BadInput
 from guardpaint.images import as_pixels
 from guardpaint.policy import Policy
@@ -38,7 +41,7 @@ CALIBRATION = "calibration"
 
 
 def members(corpus: Corpus, split: str, policy: Policy) -> dict[str, dict[str, Any]]:
-    """Rows of splits.jsonl by key, of one split, those without a prompt left out."""
+    """Rows of splits.jsonl by key, of one split; those without a prompt are left out (`without_prompt` counts them)."""
     rows = corpus.lines(SPLITS)
     if not rows:
         raise BadInput(f"{corpus.root}: not split yet; run `guardpaint data label` and `guardpaint data build` first")
@@ -58,15 +61,28 @@ def members(corpus: Corpus, split: str, policy: Policy) -> dict[str, dict[str, A
     return found
 
 
-def settings(pipe: Any, size: int, steps: int, guidance: float | None) -> dict[str, Any]:
-    """How the base is called: the pipeline's own guidance unless another is given."""
-    own = inspect.signature(type(pipe).__call__).parameters["guidance_scale"].default
-    return {
-        "height": size,
-        "width": size,
-        "num_inference_steps": steps,
-        "guidance_scale": float(own if guidance is None else guidance),
-    }
+def without_prompt(corpus: Corpus) -> int:
+    return sum(not r["prompt"] for r in corpus.lines(SPLITS))
+
+
+def settings(
+    pipe: Any, own: dict[str, Any], size: int | None = None, steps: int | None = None, guidance: float | None = None
+) -> dict[str, Any]:
+    """How the base is called: as told here, else as it was made to be (`own`), else by the pipeline's defaults."""
+    asked = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
+    call = {**own, **{k: v for k, v in asked.items() if v is not None}}
+    defaults = inspect.signature(type(pipe).__call__).parameters
+    for name in ("num_inference_steps", "guidance_scale"):
+        call.setdefault(name, defaults[name].default)
+    denoiser = getattr(pipe, family_of(pipe).denoiser)
+    units = getattr(pipe, "default_sample_size", None) or getattr(denoiser.config, "sample_size", None)
+    if "height" not in call and not isinstance(units, int):
+        raise BadInput("the base does not tell how large it draws: give --size")
+    for name in ("height", "width"):
+        call.setdefault(name, int(units or 0) * int(pipe.vae_scale_factor))
+    if call["height"] != call["width"]:
+        raise BadInput(f"the base draws {call['height']}×{call['width']}: give --size, views are square")
+    return call
 
 
 def squares(examples: Sequence[Example], size: int) -> Float[Tensor, "b 3 s s"]:
@@ -92,22 +108,26 @@ def make(
     tiny: Any = None,
     pixels: int = 384,
     batch: int = 8,
+    origin: str = "",
     quiet: bool = False,
 ) -> int:
-    """Every picture at one random step of the base, and every fourth finished; returns how many files are new.
+    """Every picture at one random step of the base, and about every fourth finished; returns how many files are new.
 
-    A file that holds just these pictures under these labels is kept, so a run that was stopped goes on.
+    A file that holds just these pictures, labelled as they are now and made in this way, is kept, so a run that was
+    stopped goes on. `origin` names the base and its decoder.
     """
     wanted = members(corpus, split, policy)
+    origin = hashlib.sha256(json.dumps([origin, call, pixels, tiny is not None], sort_keys=True).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
     new = 0
     total = -(-len(wanted) // SHARD)
     for k, part in enumerate(track(shards(corpus, wanted), f"{name} {split}", total, disable=quiet)):
         path = out / f"{name}-{k:05d}-{split}.pt"
-        if path.exists() and holds(path, part, wanted, policy):
+        if path.exists() and holds(path, part, wanted, policy, origin):
             continue
         some = [part[i : i + batch] for i in range(0, len(part), batch)]
-        store([views_of(examples, wanted, pipe, call, tiny, policy, pixels) for examples in some], path)
+        made = [views_of(examples, wanted, pipe, call, tiny, policy, pixels) for examples in some]
+        store([replace(v, origin=origin) for v in made], path)
         new += 1
     for path in sorted(out.glob(f"{name}-*-{split}.pt"))[total:]:  # of a larger split, before it was built anew
         path.unlink()
@@ -118,14 +138,34 @@ def seed_of(key: str) -> int:
     return int(key[:15], 16)
 
 
-def holds(path: Path, examples: Sequence[Example], wanted: dict[str, Any], policy: Policy) -> bool:
-    """Whether a file has exactly these pictures, labelled and described as they are now."""
+def strength_of(row: dict[str, Any]) -> float:
+    """How sure the labeler is of harm, as a view keeps it."""
+    return float(np.float32(0.0 if row["label"] == SAFE else row.get("score", 1.0)))
+
+
+def holds(path: Path, examples: Sequence[Example], wanted: dict[str, Any], policy: Policy, origin: str) -> bool:
+    """Whether a file has exactly these pictures, labelled and described as they are now, made in this way."""
     kept = load_views(path, on_disk=True)
-    have = set(zip(kept.seeds.tolist(), kept.category.tolist(), kept.texts, strict=True))
+    if kept.strength is None or kept.names != policy.names or kept.origin != origin:
+        return False
+    columns = kept.seeds.tolist(), kept.category.tolist(), kept.strength.tolist(), kept.texts
     rows = [wanted[e.key] for e in examples]
-    return kept.names == policy.names and have == {
-        (seed_of(r["key"]), policy.names.index(r["label"]), r["prompt"]) for r in rows
+    return set(zip(*columns, strict=True)) == {
+        (seed_of(r["key"]), policy.names.index(r["label"]), strength_of(r), r["prompt"]) for r in rows
     }
+
+
+def kept_apart(folder: Path) -> None:
+    """Refuse a folder with one picture in two splits: a corpus was split anew, and some of its views are of before."""
+    seen: dict[int, str] = {}
+    for path in sorted(folder.glob("*.pt")):
+        split, views = path.stem.rsplit("-", 1)[-1], load_views(path, on_disk=True)
+        for seed in set(views.seeds.tolist()) if views.texts else ():
+            if seen.setdefault(seed, split) != split:
+                raise BadInput(
+                    f"{path}: a picture in it is also in split {seen[seed]}; the corpus was split anew since, so run "
+                    "`guardpaint data corpus-views` again for every base and split, or delete the old files"
+                )
 
 
 @torch.no_grad()
@@ -146,14 +186,16 @@ def views_of(
     images = squares(examples, int(call["height"]))
     texts = [rows[s]["prompt"] for s in seeds]
     unfinished = renoised_pictures(pipe, call, tiny, images, nowhere, category, seeds, texts)
-    few = slice(None, None, 4)
-    done = clean_pictures(pipe.vae, images[few], nowhere[few], category[few], seeds[few], pipe._execution_device)
-    both = joined([unfinished, done])
+    few = [i for i, s in enumerate(seeds) if s % 4 == 0]
+    plain = torch.tensor([seeds[i] // 4 % 2 == 0 for i in few], dtype=torch.bool)
+    some = images[few], nowhere[few], category[few], [seeds[i] for i in few]
+    done = [clean_pictures(pipe.vae, *some, plain, pipe._execution_device)] if few else []
+    both = joined([unfinished, *done])
     own = [rows[s] for s in both.seeds.tolist()]
     return replace(
         both,
         images=as_bytes(resize(both.images.float() / 255, (pixels, pixels))),
         texts=tuple(r["prompt"] for r in own),
-        strength=torch.tensor([0.0 if r["label"] == SAFE else float(r.get("score", 1.0)) for r in own]),
+        strength=torch.tensor([strength_of(r) for r in own]),
         names=policy.names,
     )

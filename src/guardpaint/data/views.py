@@ -6,6 +6,7 @@ Most come from one call of the base on a re-noised picture: a paper-doll scene h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -59,6 +60,8 @@ class Views:
     """A corpus's: how sure its labeler is of harm. Of scenes the masks tell."""
     names: tuple[str, ...] = ()
     """A corpus's: what the numbers in `category` mean."""
+    origin: str = ""
+    """A corpus's: the base and settings that made them."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -70,10 +73,10 @@ class Views:
         tensors = {k: getattr(self, k)[index] for k in TENSORS}
         texts = tuple(self.texts[i] for i in index.tolist()) if self.texts else ()
         return Views(**tensors, texts=texts, strength=None if self.strength is None else self.strength[index],
-                     names=self.names)  # fmt: skip
+                     names=self.names, origin=self.origin)  # fmt: skip
 
 
-TENSORS = tuple(f.name for f in fields(Views) if f.name not in ("texts", "strength", "names"))
+TENSORS = tuple(f.name for f in fields(Views) if f.name not in ("texts", "strength", "names", "origin"))
 
 
 def joined(parts: Sequence[Views]) -> Views:
@@ -85,6 +88,7 @@ def joined(parts: Sequence[Views]) -> Views:
         texts=tuple(t for p in parts for t in p.texts),
         strength=torch.cat(strengths) if strengths else None,
         names=parts[0].names,
+        origin=parts[0].origin,
     )
 
 
@@ -153,9 +157,13 @@ class Replay:
         noise = torch.tensor([level.noise for level in levels], device=z.device)
         sample = self.family.pack(torch.cat([z] * self.branches)).to(self.module.dtype)
         if prediction == "flow":
-            unit = 1.0 if self.family.name == "flux" else 1000.0
-            time = (noise * unit).repeat(self.branches)
+            time = (noise * (1.0 if self.family.name == "flux" else 1000.0)).repeat(self.branches)
             out = self.module(hidden_states=sample, timestep=time, **self.kwargs)[0]
+        elif schedule.parametrisation(self.scheduler) == "sigmas_ve":
+            unit = torch.tensor([math.hypot(level.signal, level.sigma) for level in levels], device=z.device)
+            scaled = sample / unit.repeat(self.branches).view(-1, 1, 1, 1).to(sample)
+            time = (noise * self.scheduler.config.num_train_timesteps).repeat(self.branches)
+            out = self.module(scaled, time, **self.kwargs)[0]
         else:
             steps = (noise * self.scheduler.config.num_train_timesteps).round().long().clamp(max=999)
             out = self.module(sample, steps.repeat(self.branches), **self.kwargs)[0]
@@ -250,7 +258,8 @@ def stacked(
 
 def clean(vae: Any, seeds: list[int]) -> Views:
     """Finished scenes."""
-    return clean_pictures(vae, *scene_truth([sample_scene(s) for s in seeds]), seeds, torch.device("cpu"))
+    even = torch.arange(len(seeds)) % 2 == 0
+    return clean_pictures(vae, *scene_truth([sample_scene(s) for s in seeds]), seeds, even, torch.device("cpu"))
 
 
 def clean_pictures(
@@ -259,13 +268,13 @@ def clean_pictures(
     masks: Bool[Tensor, "b u v"],
     category: Int[Tensor, " b"],
     seeds: list[int],
+    plain: Bool[Tensor, " b"],
     device: torch.device,
 ) -> Views:
-    """Finished pictures: half as they are, half through the autoencoder."""
+    """Finished pictures: as they are, or through the autoencoder."""
     with torch.no_grad():
         back = vae_decode(vae, vae_encode(vae, images, device), device).cpu()
-    even = torch.arange(len(seeds)) % 2 == 0
-    images = torch.where(even.view(-1, 1, 1, 1), images, back)
+    images = torch.where(plain.view(-1, 1, 1, 1), images, back)
     n = len(seeds)
     zeros = torch.zeros(n)
     return Views(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from guardpaint.audit.regions import heat_at
 from guardpaint.calibrated import Band, Calibration
 from guardpaint.checkpoint import read_json, write_json
 from guardpaint.config import GuardConfig
+from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import audits
 from guardpaint.policy import Policy
 from guardpaint.types import Audit
+from guardpaint.world.render import CODE
 
 FINISHED = ("clean", "x0", "redrawn_x0", "redrawn")
 """Kinds of views the guard sees by default. Whole generations are left out: their labels are partly an auditor's."""
@@ -62,10 +64,17 @@ def scored(auditor: AuditorScorer, views: Views) -> list[Looks]:
 
 
 def calibrate(
-    views: Views, found: Sequence[Looks], policy: Policy, alpha: float, beta: float, starts: Sequence[float]
+    views: Views,
+    found: Sequence[Looks],
+    policy: Policy,
+    alpha: float,
+    beta: float,
+    starts: Sequence[float],
+    data: str = "",
 ) -> tuple[Calibration, Reference]:
     """Thresholds of every band; a band with too few examples of a category is refused, and says how many it needs.
 
+    A corpus's picture is one example, at its worst, however many views of it there are: several bases may show it.
     The mask level is for pictures that trigger: what does not trigger is missed, and counted by the miss rate.
     """
     names = policy.names
@@ -79,9 +88,13 @@ def calibrate(
             rows = np.flatnonzero(inside & (category == c)).tolist()
             scores = np.array([found[i].prob(name) for i in rows])
             caught = np.array([found[i].found(policy) for i in rows], dtype=bool)
+            if views.texts:
+                owner = views.seeds.numpy()[rows]
+                scores = np.array([scores[owner == s].min() for s in np.unique(owner)])
+                caught = np.array([caught[owner == s].all() for s in np.unique(owner)], dtype=bool)
             what = f"examples of {name} from progress {start:g} to {min(end, 1):g}"
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
-            counts[name] = len(rows)
+            counts[name] = len(scores)
         if views.texts:  # a corpus: nothing is known of masks
             bands.append(Band(float(start), thresholds, None, counts))
             continue
@@ -93,9 +106,23 @@ def calibrate(
         heats = np.stack([heat_at(found[i].fine.adv_map, size).numpy() for i in harm])
         level = mask_threshold(heats, views.masks[harm].numpy(), beta)
         bands.append(Band(float(start), thresholds, level, counts))
-    data = hashlib.sha256(views.seeds.numpy().tobytes() + views.images.numpy().tobytes()).hexdigest()
     safe = np.array([a.coarse.adv_prob for a, c in zip(found, category, strict=True) if c == 0])
     return Calibration(alpha, beta, data, tuple(bands)), Reference.of(safe)
+
+
+def parts_of(files: Sequence[Path]) -> Iterator[Views]:
+    """Of each file the views a guard sees by default."""
+    for file in files:
+        views = load_views(file, on_disk=True)
+        yield views.rows(torch.nonzero(torch.isin(views.kind, torch.tensor([KINDS.index(k) for k in FINISHED])))[:, 0])
+
+
+def the_guards(guard: Path, asked: Policy | None) -> Policy:
+    """The policy a guard runs under: thresholds found under another one would not keep their promise in it."""
+    own = Policy.load(guard / "policy.yaml")
+    if asked is not None and asked.digest() != own.digest():
+        raise BadInput(f"{guard} runs under policy {own.name!r}, and --policy names another; leave --policy out")
+    return own
 
 
 def run(
@@ -115,17 +142,25 @@ def run(
             f"{views_dir}: no views of split calibration; make them with `guardpaint data views` or "
             "`data corpus-views`, --split calibration"
         )
-    views = joined([load_views(f) for f in files])
-    kept = np.flatnonzero(np.isin(views.kind.numpy(), [KINDS.index(k) for k in FINISHED]))
-    views = views.rows(torch.from_numpy(kept))
+    kept_apart(views_dir)
     auditor = AuditorScorer.from_pretrained(auditor_dir)
-    policy = policy or Policy.default()
-    if {auditor.categories, views.names or auditor.categories} != {policy.names}:
-        raise BadInput(
-            f"the auditor tells {', '.join(auditor.categories)}, the views {', '.join(views.names) or 'the same'}, "
-            f"the policy {', '.join(policy.names)}: name the right one with --policy"
-        )
-    calibration, reference = calibrate(views, scored(auditor, views), policy, alpha, beta, starts)
+    policy = the_guards(guard, policy) if guard is not None else policy or Policy.default()
+    slim: list[Views] = []
+    found: list[Looks] = []
+    pictures = hashlib.sha256()
+    for part in parts_of(files):  # one file in memory at a time
+        names = part.names or tuple(CODE)
+        if {auditor.categories, names} != {policy.names}:
+            raise BadInput(
+                f"the auditor tells {', '.join(auditor.categories)}, the views {', '.join(names)}, "
+                f"the policy {', '.join(policy.names)}: name the right one with --policy"
+            )
+        pictures.update(part.images.numpy().tobytes())
+        found += scored(auditor, part)
+        slim.append(replace(part, images=part.images[..., :1, :1].clone()))
+    views = joined(slim)
+    data = hashlib.sha256(views.seeds.numpy().tobytes() + pictures.digest()).hexdigest()
+    calibration, reference = calibrate(views, found, policy, alpha, beta, starts, data)
     calibration = replace(calibration, auditor=auditor.identity())
     value: dict[str, Any] = {**calibration.to_dict(), "reference": asdict(reference)}
     write_json(out, value)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import auc, audits, curves, f1, macro, measure_views, resampled
@@ -76,7 +77,7 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
         safe = [bool(r["triggered"]) for r in clean if r["category"] == SAFE]
         if safe:
             out["false_trigger"] = share(safe, "<=0.01")
-    paired = [r for r in rows if r.get("F_other") is not None and r["F"] is not None]
+    paired = [r for r in clean if r.get("F_other") is not None and r["F"] is not None]
     if paired:
         value = auc([r["F"] for r in paired], [r["F_other"] for r in paired])
         out["faithfulness.auc"] = metric(value, len(paired), goal=">=0.95")
@@ -100,6 +101,7 @@ def run(auditor_dir: Path, views_dir: Path, path: Path, policy: Policy, count: i
         raise BadInput(
             f"{views_dir}: no views of split test; make them with `guardpaint data corpus-views --split test`"
         )
+    kept_apart(views_dir)
     auditor = AuditorScorer.from_pretrained(auditor_dir)
     if auditor.categories != policy.names:
         raise BadInput(f"the auditor tells {', '.join(auditor.categories)}: name its policy with --policy")

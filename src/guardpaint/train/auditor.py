@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer, Text
 from guardpaint.checkpoint import read_json
+from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Shelf, Views, joined, load_views, scene_truth
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadConfig, BadInput
@@ -35,7 +36,7 @@ from guardpaint.train.auditor_pictures import (
 )
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
 from guardpaint.world.captions import WORDS, caption
-from guardpaint.world.render import render
+from guardpaint.world.render import CODE, render
 from guardpaint.world.scene import Scene, safe_version, sample_scene
 
 VALIDATION = 1500
@@ -251,9 +252,10 @@ def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> di
     parts: dict[str, list[Tensor]] = {k: [] for k in ("adv", "probs", "strength", "quality", "matched", "mismatched")}
     for start in range(0, len(views), batch):
         part = views.rows(torch.arange(start, min(start + batch, len(views))))
-        visual = model.features(resize(part.images.float() / 255, (size, size)))
-        text = Text(*model.text(model.token_ids([part.prompt(i) for i in range(len(part))])))
-        s = model.heads(visual, text, part.noise.float())
+        device, noise = model.device, part.noise.float().to(model.device)
+        visual = model.features(resize(part.images.float() / 255, (size, size)).to(device))
+        text = Text(*model.text(model.token_ids([part.prompt(i) for i in range(len(part))]).to(device)))
+        s = model.heads(visual, text, noise)
         other = torch.roll(torch.arange(len(part)), 1)
         wrong = Text(text.vector[other], text.sequence[other], text.padding[other])
         values = {
@@ -262,10 +264,10 @@ def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> di
             "strength": s.strength,
             "quality": s.quality,
             "matched": s.cosine,
-            "mismatched": model.heads(visual, wrong, part.noise.float()).cosine,
+            "mismatched": model.heads(visual, wrong, noise).cosine,
         }
         for name, value in values.items():
-            parts[name].append(value)
+            parts[name].append(value.cpu())
     return {name: torch.cat(v) for name, v in parts.items()}
 
 
@@ -286,9 +288,10 @@ def matched_repairs(model: AuditorScorer, views: Views, size: int, batch: int = 
     found = []
     for rows in unsafe.split(batch) if len(unsafe) else ():
         scenes = [sample_scene(int(views.seeds[r])) for r in rows]
-        visual = model.features(resize(scene_truth([safe_version(s) for s in scenes])[0], (size, size)))
-        text = Text(*model.text(model.token_ids([caption(s, 0).text for s in scenes])))
-        found.append(model.heads(visual, text, torch.zeros(len(rows))).cosine)
+        device = model.device
+        visual = model.features(resize(scene_truth([safe_version(s) for s in scenes])[0], (size, size)).to(device))
+        text = Text(*model.text(model.token_ids([caption(s, 0).text for s in scenes]).to(device)))
+        found.append(model.heads(visual, text, torch.zeros(len(rows), device=device)).cosine.cpu())
     return torch.cat(found) if found else torch.zeros(0)
 
 
@@ -316,6 +319,9 @@ def find_views(folder: Path, split: str) -> Views | Shelf:
         )
     if len({(bool(p.texts), p.names) for p in found}) > 1:
         raise BadInput(f"{folder}: views of scenes and of corpora, or of several policies; keep them in folders apart")
+    sizes = sorted({tuple(p.images.shape[-2:]) for p in found})
+    if len(sizes) > 1:
+        raise BadInput(f"{folder}: views of sizes {sizes}; make them all with the same --pixels")
     return Shelf(found) if found[0].texts else joined(found)
 
 
@@ -358,12 +364,14 @@ def run(
     if auditor.config.class_weights not in ((), tuple(weights)):
         raise BadConfig(f"class_weights={auditor.config.class_weights}: the loss is weighted {weights} by the policy")
     task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
+    kept_apart(views_dir)
     views, held_out = find_views(views_dir, "train"), find_views(views_dir, "validation")
-    if views.names not in ((), auditor.categories):
-        raise BadInput(
-            f"{views_dir} has the categories {', '.join(views.names)}, the auditor {', '.join(auditor.categories)}: "
-            "name the policy the corpus was labelled by with --policy"
-        )
+    for some in (views, held_out):
+        if (some.names or tuple(CODE)) != auditor.categories or bool(some.texts) != bool(views.texts):
+            raise BadInput(
+                f"{views_dir} has the categories {', '.join(some.names or CODE)}, the auditor "
+                f"{', '.join(auditor.categories)}: name the policy the corpus was labelled by with --policy"
+            )
     sampler = Sampler(views, recipe, auditor, config)
     rows = torch.nonzero((held_out.progress >= 0.5) & (held_out.kind != KINDS.index("stepped")))[:, 0]
     late = held_out.rows(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:VALIDATION]])
@@ -387,6 +395,7 @@ def run(
     fitted.auditor.save_pretrained(out / "model", torch.float16)
     command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
     command += f" --warm {warm}" if warm is not None else ""
+    command += f" --policy POLICY ({policy.name})" if policy.names != Policy.default().names else ""
     parameters = sum(p.numel() for p in fitted.auditor.parameters())
     write_card(out, command, done, warm, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")

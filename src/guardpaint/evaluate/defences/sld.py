@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.draft.families import family_of
-from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
+from guardpaint.evaluate.defences.base import Base, Outcome, timed
 from guardpaint.evaluate.defences.negative_prompt import FORBIDDEN
 
 SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7, 0.5, 0.7
@@ -25,9 +25,13 @@ SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7, 0.5, 0.7
 
 
 @dataclass(frozen=True)
-class SafeLatentDiffusion(Everywhere):
+class SafeLatentDiffusion:
     words: str = FORBIDDEN
     name: str = "sld"
+
+    def applies(self, base: Base) -> str:
+        steps = int(base.call.get("num_inference_steps", WARMUP + 1))
+        return f"the rule begins after {WARMUP} steps, and this base takes {steps}" if steps <= WARMUP else ""
 
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
         began = time.perf_counter()
