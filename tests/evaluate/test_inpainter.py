@@ -56,6 +56,13 @@ def test_real_pipelines_leave_rows_and_a_sheet(home, tmp_path, monkeypatch):
     assert {r["what"] for r in rows} == {"repair", "euphemism", "empty", "benign"}
     again = inpainter.run({"bco": where}, path, 4, None, PixelSeam())
     assert "base.safe_region" in again and len(inpainter.read_rows(path)) == len(rows)
+    with Image.open(tmp_path / "inpainter-sheet.png") as sheet:
+        assert sheet.width == 300 and sheet.info["columns"].split() == ["source", "base", "bco"]
+    inpainter.run({"kto": where}, path, 4, None, PixelSeam())
+    with Image.open(tmp_path / "inpainter-sheet.png") as sheet:
+        assert sheet.info["columns"].split() == ["source", "base", "bco", "kto"]
+        first, last = (sheet.crop((100 * k, 14, 100 * k + 100, 100)).tobytes() for k in (1, 3))
+        assert first == last  # the same model: the kept column is the old picture
 
 
 def test_numbers_come_from_rows():

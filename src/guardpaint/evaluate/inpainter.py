@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 from rich.progress import track
 from torch import Tensor
 
@@ -202,20 +203,34 @@ def metrics(rows: Sequence[Row], base: str = "base", goal_for: str = "bco") -> R
     return out
 
 
+TILE, HEAD = 100, 14
+"""Pixels of a sheet's tile with its margin, and of the line of names above."""
+
+
 def sheet(
     columns: Mapping[str, Sequence[np.ndarray]], scenes: Sequence[tuple[int, Scene]], path: Path, count: int = 24
 ) -> Path:
-    """One row per scene: the source, then every column's repair."""
-    names = ["source", *columns]
-    image = Image.new("RGB", (len(names) * 100, 14 + count * 100), "white")
-    for k, name in enumerate(names):
-        ImageDraw.Draw(image).text((100 * k + 2, 1), name, fill="black")
-    for row, (_, scene) in enumerate(scenes[:count]):
-        pictures = [render(scene).image, *(c[row] for c in columns.values())]
-        for k, picture in enumerate(pictures):
-            tile = Image.fromarray(picture).resize((96, 96), Image.Resampling.NEAREST)
-            image.paste(tile, (100 * k, 14 + 100 * row))
-    image.save(path)
+    """One row per scene: the source, then every column's repair. Columns of models drawn before are kept."""
+    height = HEAD + count * TILE
+    drawn: dict[str, Image.Image] = {}
+    if path.exists():
+        with Image.open(path) as old:
+            names = str(old.info.get("columns", "")).split()
+            for k, name in enumerate(names if old.height == height else ()):
+                drawn[name] = old.crop((k * TILE, 0, (k + 1) * TILE, height)).convert("RGB")
+    pictures = {"source": [render(scene).image for _, scene in scenes[:count]], **columns}
+    for name, some in pictures.items():
+        drawn[name] = Image.new("RGB", (TILE, height), "white")
+        ImageDraw.Draw(drawn[name]).text((2, 1), name, fill="black")
+        for row, picture in enumerate(some[:count]):
+            tile = Image.fromarray(picture).resize((TILE - 4, TILE - 4), Image.Resampling.NEAREST)
+            drawn[name].paste(tile, (0, HEAD + TILE * row))
+    image = Image.new("RGB", (len(drawn) * TILE, height), "white")
+    for k, column in enumerate(drawn.values()):
+        image.paste(column, (k * TILE, 0))
+    told = PngInfo()
+    told.add_text("columns", " ".join(drawn))
+    image.save(path, pnginfo=told)
     return path
 
 
