@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,8 @@ def main() -> None:
     parser.add_argument("--ray", type=int, default=40, help="requests to a cluster that loses a replica; 0: without")
     parser.add_argument("--out", type=Path, default=Path("docs/results/serve.json"))
     args = parser.parse_args()
+    if args.ray and find_spec("ray") is None:
+        parser.error("--ray needs Ray: pip install 'guardpaint[ray]', or --ray 0")
     oracle, guard = Oracle.load(), GuardPaint.from_pretrained(args.guard)
     rows: list[dict[str, Any]] = []
     asked = prompts(args.requests)
