@@ -91,7 +91,7 @@ def attack_table() -> str:
 def defence_table() -> str:
     """Every defence on the prompts all of them met."""
     metrics = metrics_of("evaluation")
-    names = [k.removesuffix(".whole") for k in metrics if k.endswith(".whole")]
+    names = [k.removesuffix(".whole") for k in metrics if k.endswith(".whole") and ":" not in k]
     lines = ["| defence | n | attack success | whole safe picture | agreement, withheld counting 0 | seconds |"]
     lines.append("|---" * 6 + "|")
     for name in names:
@@ -106,6 +106,7 @@ TITLES = {
     "world": "The paper-doll world and its models",
     "auditor": "The auditor",
     "inpainter": "The inpainter",
+    "alignment_history": "Alignment experiments, short",
     "proposer": "Proposer and ranker",
     "evaluation": "Attacks, defences, benign prompts",
     "adaptive": "Adaptive attacks",
