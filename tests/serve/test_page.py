@@ -18,7 +18,9 @@ from guardpaint.system import GuardPaint
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in a real Chromium: install one (package chromium) to run this")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="the page is tested in a real Chromium: install one (package chromium) to run this"
+)
 USER, OPERATOR = "user-secret-0123456", "operator-secret-012"
 
 
