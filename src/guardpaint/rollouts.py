@@ -238,13 +238,10 @@ def null_change(arena: Arena) -> float:
     if not isinstance(repairer, Inpainter):
         return 0.0
 
-    def same(request: Any) -> Tensor:
-        size = repairer.native_size(*request.view.shape[-2:])
-        z = vae_encode(repairer.pipe.vae, resize(request.view[None], size), repairer.device)
-        return vae_decode(repairer.pipe.vae, z, repairer.device).cpu()
-
-    knobs = Knobs(7.5, 0.3, 0.5, 0.0, 1, 0)
-    view = arena.composed(same, arena.request((knobs,)))
+    request = arena.request((Knobs(7.5, 0.3, 0.5, 0.0, 1, 0),))
+    size = repairer.native_size(*request.view.shape[-2:])
+    z = vae_encode(repairer.pipe.vae, resize(request.view[None], size), repairer.device)
+    view = arena.composed(vae_decode(repairer.pipe.vae, z, repairer.device).cpu(), request)
     after = arena.look(torch.stack([shrink(v, arena.parts.auditor.sizes[1]) for v in view]))[0]
     return after.safety - arena.audit.safety
 
@@ -256,7 +253,7 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
     began = time.perf_counter()
     done = arena.contest(knobs, proposer.name)
     seconds = time.perf_counter() - began
-    early = arena.early_features(knobs) if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
+    early = arena.early(knobs)[0] if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
     seen = arena.state
     row: dict[str, Any] = {
         "base": state.base,

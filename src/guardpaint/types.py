@@ -143,6 +143,8 @@ class RepairRequest:
     """Of the base's latent, for repairers that work there."""
     batch: int = 8
     """Most candidates to denoise at once."""
+    begun: Float[Tensor, "n c u v"] | None = None
+    """Their latents after the first step, where `preview` has taken it."""
 
 
 @runtime_checkable
@@ -168,9 +170,9 @@ class Repairer(Protocol):
 
 @runtime_checkable
 class Previewer(Protocol):
-    """A repairer that can also show candidates after one denoising step."""
+    """A repairer that can also show candidates after one denoising step, and go on from there (`request.begun`)."""
 
-    def preview(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]: ...
+    def preview(self, request: RepairRequest) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]: ...
 
 
 @runtime_checkable

@@ -114,8 +114,27 @@ def test_depth_counts_denoiser_calls():
         return z, z
 
     ladder = [Level(1 - d / DEPTHS, d / DEPTHS, d / DEPTHS) for d in range(DEPTHS + 1)]
-    denoise(torch.zeros(2, 1, 2, 2), [replace(MIXED[0], depth=3), replace(MIXED[0], depth=1)], ladder, estimate)
+    denoise(torch.zeros(2, 1, 2, 2), [3, 1], ladder, estimate)
     assert seen == [(0.3, [0]), (0.2, [0]), (0.1, [0, 1])]
+
+
+@pytest.mark.parametrize("batch", [8, 2])
+def test_a_previewed_candidate_goes_on_from_its_preview(batch):
+    """The first step is not taken twice, and the picture is the one that no preview would have changed."""
+    inpainter = tiny.inpainter()
+    calls: list[int] = []
+    inpainter.pipe.unet.register_forward_hook(lambda *a: calls.append(len(a[1][0]) // 2))
+    whole = inpainter.candidates(request(MIXED, batch=batch))
+    assert sum(calls) == sum(k.depth for k in MIXED)
+    calls.clear()
+    shown, begun = inpainter.preview(request(MIXED, batch=batch))
+    assert sum(calls) == len(MIXED) and shown.shape == whole.shape
+    kept = [0, 2]
+    calls.clear()
+    rest = inpainter.candidates(replace(request([MIXED[i] for i in kept], batch=batch), begun=begun[kept]))
+    assert sum(calls) == sum(MIXED[i].depth - 1 for i in kept)
+    torch.testing.assert_close(rest, whole[kept], atol=1e-4, rtol=0)
+    torch.testing.assert_close(shown[1], whole[1], atol=1e-4, rtol=0)  # depth 1: the preview is the repair
 
 
 def test_other_shapes_go_through_the_native_size():

@@ -34,6 +34,8 @@ Row = dict[str, Any]
 SIZES = (3, 5, 7)
 SHIPPED = 5
 """The size whose numbers carry no suffix."""
+RANKED = ("learned", "uniform")
+"""Proposers whose candidates the ranker is tried on; the first one there is carries no name in `ranker.regret`."""
 
 
 def chosen(utilities: Sequence[float], first: bool) -> int | None:
@@ -45,8 +47,8 @@ def chosen(utilities: Sequence[float], first: bool) -> int | None:
 
 
 def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, ranker: Ranker | None = None) -> list[Row]:
-    """One contest from a state: a row per tournament size. Uniform knobs also tell how "first" does, which takes the
-    first acceptable repair, and what the ranker would have lost and saved."""
+    """One contest from a state: a row per tournament size, and what the ranker, if given, would have lost and saved.
+    Uniform knobs also tell how "first" does, which takes the first acceptable repair."""
     arena = arena_of(state, parts)
     knobs = proposer.propose(arena.state, MOST, arena.seed)
     began = time.perf_counter()
@@ -57,8 +59,7 @@ def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, rank
     pictures = [to_pil(v) for v in (state.control, *done.composed)]
     safe = [said == "safe" for said in oracle.look([p.convert("RGB") for p in pictures]).categories()]
     rows: list[Row] = []
-    uniform = isinstance(proposer, UniformProposer)
-    for name in (proposer.name, *(["first"] if uniform else [])):
+    for name in (proposer.name, *(["first"] if isinstance(proposer, UniformProposer) else [])):
         for n in SIZES:
             won = chosen(utilities[:n], name == "first")
             used = n if name != "first" or won is None else won + 1
@@ -81,14 +82,16 @@ def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, rank
                     "gain": sum(utilities[:used]),
                 }
             )
-    if uniform and ranker is not None:
-        order = ranker.rank(arena.early_features(knobs[:SHIPPED])).argsort(descending=True).tolist()
-        rows += ranker_rows(state, order, utilities[:SHIPPED], depths[:SHIPPED])
+    if ranker is not None:
+        order = ranker.rank(arena.early(knobs[:SHIPPED])[0]).argsort(descending=True).tolist()
+        rows += ranker_rows(state, proposer.name, order, utilities[:SHIPPED], depths[:SHIPPED])
     return rows
 
 
-def ranker_rows(state: State, order: Sequence[int], utilities: Sequence[float], depths: Sequence[int]) -> list[Row]:
-    """What is lost and saved when only the ranker's first k are painted out."""
+def ranker_rows(
+    state: State, proposer: str, order: Sequence[int], utilities: Sequence[float], depths: Sequence[int]
+) -> list[Row]:
+    """What is lost and saved when only the ranker's first k are painted out; the others cost their first step."""
     rows: list[Row] = []
     for keep in range(1, len(order)):
         kept = order[:keep]
@@ -96,7 +99,7 @@ def ranker_rows(state: State, order: Sequence[int], utilities: Sequence[float], 
             {
                 "part": "ranker",
                 "base": state.base,
-                "proposer": "uniform",
+                "proposer": proposer,
                 "seed": state.seed,
                 "kind": state.kind,
                 "prompt": state.prompt,
@@ -104,7 +107,7 @@ def ranker_rows(state: State, order: Sequence[int], utilities: Sequence[float], 
                 "best": max(utilities),
                 "kept": max(utilities[i] for i in kept),
                 "steps": sum(depths),
-                "spent": len(order) + sum(depths[i] for i in kept),
+                "spent": len(order) - keep + sum(depths[i] for i in kept),
             }
         )
     return rows
@@ -126,29 +129,56 @@ def metrics(rows: Sequence[Row]) -> Row:
                 out[f"{key}.utility"] = mean(number("utility"), None)
                 out[f"{key}.oracle_safe"] = share([bool(int(r["oracle_safe"])) for r in own], None)
                 out[f"{key}.seconds"] = mean(number("seconds"), None)
-                ratio = sum(number("utility")) / max(1.0, sum(number("steps")))
-                out[f"{key}.utility_per_step"] = metric(ratio, len(own), ci=ratio_interval(own))
+                out[f"{key}.steps"] = mean(number("steps"), None)
+                out[f"{key}.utility_per_step"] = ratio(number("utility"), number("steps"))
+    for n in SIZES:
+        out |= paired(compare, "learned", "uniform", n)
     ranked = [r for r in rows if r["part"] == "ranker"]
-    for keep in sorted({int(r["keep"]) for r in ranked}):
-        own = [r for r in ranked if int(r["keep"]) == keep]
-        best = sum(float(r["best"]) for r in own)
-        lost = 1 - sum(float(r["kept"]) for r in own) / best if best > 0 else None
-        saved = 1 - sum(float(r["spent"]) for r in own) / sum(float(r["steps"]) for r in own)
-        out[f"ranker.regret.keep{keep}"] = metric(lost, len(own), goal="<=0.02")
-        out[f"ranker.saved.keep{keep}"] = metric(saved, len(own), goal=">=0.3")
-    if ranked:
-        for name in ("regret", "saved"):
-            out[f"ranker.{name}"] = out[f"ranker.{name}.keep{min(3, max(int(r['keep']) for r in ranked))}"]
+    tried = [name for name in RANKED if any(r["proposer"] == name for r in ranked)]
+    for name in tried:
+        key = "ranker" if name == tried[0] else f"ranker.{name}"
+        for keep in sorted({int(r["keep"]) for r in ranked}):
+            own = [r for r in ranked if r["proposer"] == name and int(r["keep"]) == keep]
+            number = lambda name: [float(r[name]) for r in own]  # noqa: B023, E731
+            lost = [b - k for b, k in zip(number("best"), number("kept"), strict=True)]
+            saved = [a - b for a, b in zip(number("steps"), number("spent"), strict=True)]
+            out[f"{key}.regret.keep{keep}"] = ratio(lost, number("best"), goal="<=0.02")
+            out[f"{key}.saved.keep{keep}"] = ratio(saved, number("steps"), goal=">=0.3")
+        for part in ("regret", "saved"):
+            out[f"{key}.{part}"] = out[f"{key}.{part}.keep{min(3, max(int(r['keep']) for r in ranked))}"]
     return out
 
 
-def ratio_interval(rows: Sequence[Row], draws: int = 2000) -> tuple[float, float]:
-    """Percentile interval of Σ utility / Σ steps, resampling states."""
-    u = np.array([float(r["utility"]) for r in rows])
-    s = np.array([float(r["steps"]) for r in rows])
-    picks = np.random.default_rng(0).integers(len(u), size=(draws, len(u)))
-    low, high = np.percentile(u[picks].sum(1) / s[picks].sum(1), [2.5, 97.5])
-    return float(low), float(high)
+def paired(rows: Sequence[Row], ours: str, other: str, n: int) -> Row:
+    """How much more utility, and more of it per step, one proposer has than another from the same states."""
+    out: Row = {}
+    own = {(row_state(r), r["proposer"]): r for r in rows if int(r["n"]) == n}
+    for base in dict.fromkeys(r["base"] for r in rows):
+        both = [s for s, who in own if who == ours and s[0] == base and (s, other) in own]
+        if not both:
+            continue
+        number = lambda who, name: np.array([float(own[s, who][name]) for s in both])  # noqa: B023, E731
+        key = f"{base}.{ours}_over_{other}" + ("" if n == SHIPPED else f".n{n}")
+        more = number(ours, "utility") - number(other, "utility")
+        picks = np.random.default_rng(0).integers(len(both), size=(2000, len(both)))
+        picks = np.vstack([np.arange(len(both)), picks])
+        per = [number(who, "utility")[picks].sum(1) / number(who, "steps")[picks].sum(1) for who in (ours, other)]
+        low, high = np.percentile(per[0] - per[1], [2.5, 97.5])
+        out[f"{key}.utility"] = mean(more.tolist(), ">0")
+        out[f"{key}.utility_per_step"] = metric(
+            float(per[0][0] - per[1][0]), len(both), goal=">0", ci=(float(low), float(high))
+        )
+    return out
+
+
+def ratio(over: Sequence[float], under: Sequence[float], goal: str | None = None) -> Row:
+    """Σ over / Σ under as a reported metric, its interval from resampled states; nothing if Σ under is 0."""
+    a, b = np.asarray(over, float), np.asarray(under, float)
+    if b.sum() <= 0:
+        return metric(None, len(a), goal=goal)
+    picks = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
+    low, high = np.percentile(a[picks].sum(1) / np.maximum(b[picks].sum(1), 1e-9), [2.5, 97.5])
+    return metric(float(a.sum() / b.sum()), len(a), goal=goal, ci=(float(low), float(high)))
 
 
 def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 3, seed: int = 0) -> FixedProposer:
@@ -229,12 +259,12 @@ def run(
     kept = [r for r in read_rows(path) if r.get("guard") == whole and row_state(r) in there]
     for proposer in proposers:
         made_by = maker(guard, proposer, MOST)
-        judge = ranker if isinstance(proposer, UniformProposer) else None
+        judge = ranker if proposer.name in RANKED else None
         ranked_by = fingerprint(judge) if judge is not None else ""
         kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == made_by]
         if judge is not None:  # another ranker: its contests are played anew
-            stale = {row_state(r) for r in kept if r["part"] == "ranker" and r["ranker"] != ranked_by}
-            told = {row_state(r) for r in kept if r["part"] == "ranker"} - stale
+            theirs = [r for r in kept if r["part"] == "ranker" and r["proposer"] == proposer.name]
+            told = {row_state(r) for r in theirs if r["ranker"] == ranked_by}
             kept = [r for r in kept if played_by(r) != proposer.name or row_state(r) in told]
         done = {row_state(r) for r in kept if played_by(r) == proposer.name}
         for base, own in states.items():
@@ -257,5 +287,5 @@ def row_state(row: Row) -> tuple[str, str, str]:
 
 
 def played_by(row: Row) -> str:
-    """Whose contest the row tells of: "first" and the ranker are told by uniform knobs."""
-    return "uniform" if row["proposer"] == "first" or row["part"] == "ranker" else str(row["proposer"])
+    """Whose contest the row tells of: "first" is told by uniform knobs."""
+    return "uniform" if row["proposer"] == "first" else str(row["proposer"])

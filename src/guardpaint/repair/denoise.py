@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.seeds import generator
-from guardpaint.types import Knobs, Level
+from guardpaint.types import Knobs, Level, RepairRequest
 
 DEPTHS = 10
 Estimate = Callable[[Tensor, Level, Tensor], tuple[Tensor, Tensor]]
@@ -35,32 +35,52 @@ def starting_latents(
     return torch.stack(rows)
 
 
+Descent = Callable[[Tensor, Sequence[int], Sequence[Level], Estimate], tuple[Tensor, Tensor]]
+"""(latents, the rung each stands on, ladder, estimate) → (clean latents to show, latents to go on from)."""
+
+
 def denoise(
-    z: Float[Tensor, "n c h w"], knobs: Sequence[Knobs], ladder: Sequence[Level], estimate: Estimate
-) -> Float[Tensor, "n c h w"]:
-    """Deterministic DDIM down the ladder: a candidate of depth d joins at rung d, so one batch has one timestep."""
+    z: Float[Tensor, "n c h w"], rungs: Sequence[int], ladder: Sequence[Level], estimate: Estimate
+) -> tuple[Float[Tensor, "n c h w"], Float[Tensor, "n c h w"]]:
+    """Deterministic DDIM down the ladder: a candidate on rung r joins there, so one batch has one timestep."""
     z = z.clone()
-    depths = torch.tensor([k.depth for k in knobs])
-    for rung in range(int(depths.max()), 0, -1):
-        active = torch.nonzero(depths >= rung)[:, 0].to(z.device)
+    joins = torch.tensor(rungs)
+    for rung in range(max(rungs), 0, -1):
+        active = torch.nonzero(joins >= rung)[:, 0].to(z.device)
+        z[active] = stepped(ladder[rung - 1], *estimate(z[active], ladder[rung], active))
+    return z, z
+
+
+def first_steps(
+    z: Float[Tensor, "n c h w"], rungs: Sequence[int], ladder: Sequence[Level], estimate: Estimate
+) -> tuple[Float[Tensor, "n c h w"], Float[Tensor, "n c h w"]]:
+    """Each candidate's clean estimate after its first step, and where it stands then; one call per rung."""
+    clean, after = torch.empty_like(z), torch.empty_like(z)
+    joins = torch.tensor(rungs)
+    for rung in joins.unique().tolist():
+        active = torch.nonzero(joins == rung)[:, 0].to(z.device)
         x0, eps = estimate(z[active], ladder[rung], active)
-        z[active] = ladder[rung - 1].signal * x0 + ladder[rung - 1].sigma * eps
-    return z
+        clean[active], after[active] = x0, stepped(ladder[rung - 1], x0, eps)
+    return clean, after
 
 
-def first_estimates(
-    z: Float[Tensor, "n c h w"], knobs: Sequence[Knobs], ladder: Sequence[Level], estimate: Estimate
-) -> Float[Tensor, "n c h w"]:
-    """Each candidate's clean estimate after the first of its steps; candidates of one depth share a call."""
-    out = torch.empty_like(z)
-    depths = torch.tensor([k.depth for k in knobs])
-    for rung in depths.unique().tolist():
-        active = torch.nonzero(depths == rung)[:, 0].to(z.device)
-        out[active] = estimate(z[active], ladder[rung], active)[0]
-    return out
+def stepped(level: Level, x0: Tensor, eps: Tensor) -> Tensor:
+    """The latent at a level, from the two halves of an estimate."""
+    return level.signal * x0 + level.sigma * eps
 
 
-Descent = Callable[[Tensor, Sequence[Knobs], Sequence[Level], Estimate], Tensor]
+def begin(
+    z_view: Float[Tensor, "c h w"],
+    masks: Float[Tensor, "n h w"],
+    request: RepairRequest,
+    part: slice,
+    ladder: Sequence[Level],
+) -> tuple[Float[Tensor, "n c h w"], list[int]]:
+    """Where some candidates of a request stand, and on which rungs: at their depths, or a step on if previewed."""
+    knobs = request.knobs[part]
+    if request.begun is not None:
+        return request.begun[part], [k.depth - 1 for k in knobs]
+    return starting_latents(z_view, masks, knobs, ladder, request.seed), [k.depth for k in knobs]
 
 
 def in_batches(count: int, size: int) -> list[slice]:

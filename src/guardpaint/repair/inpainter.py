@@ -15,7 +15,7 @@ from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.schedule import level_at, prediction_type, split
 from guardpaint.errors import BadCheckpoint
-from guardpaint.repair.denoise import DEPTHS, Descent, denoise, first_estimates, in_batches, starting_latents
+from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
 from guardpaint.types import Level, RepairRequest
 
 
@@ -80,13 +80,15 @@ class Inpainter:
         )
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
-        return self._paint(request, denoise)
+        return self._paint(request, denoise)[0]
 
-    def preview(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
-        return self._paint(request, first_estimates)
+    def preview(self, request: RepairRequest) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
+        return self._paint(request, first_steps)
 
     @torch.no_grad()
-    def _paint(self, request: RepairRequest, descent: Descent) -> Float[Tensor, "n 3 h w"]:
+    def _paint(
+        self, request: RepairRequest, descent: Descent
+    ) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
         size = self.native_size(*request.view.shape[-2:])
         device = self.device
         view = resize(request.view[None], size)[0].to(device)
@@ -94,11 +96,12 @@ class Inpainter:
         embeds = torch.cat(self._text(request.prompt))
         z_view = vae_encode(self.pipe.vae, view[None], device)[0]
         decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, device)
-        images = []
+        images, latents = [], []
         for part in in_batches(len(masks), request.batch):
-            z = self._denoise(view, z_view, masks[part], request, part, embeds, descent)
-            images.append(decoder.full(z))
-        return torch.cat(images).cpu()
+            shown, z = self._denoise(view, z_view, masks[part], request, part, embeds, descent)
+            images.append(decoder.full(shown))
+            latents.append(z)
+        return torch.cat(images).cpu(), torch.cat(latents)
 
     def _text(self, prompt: str) -> tuple[Tensor, Tensor]:
         """(unconditional, prompt) embeddings, once per tournament."""
@@ -114,15 +117,14 @@ class Inpainter:
         part: slice,
         embeds: Float[Tensor, "2 l d"],
         descent: Descent,
-    ) -> Float[Tensor, "n c u v"]:
-        knobs = request.knobs[part]
+    ) -> tuple[Float[Tensor, "n c u v"], Float[Tensor, "n c u v"]]:
         hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
         masked = torch.where(hard[:, None], torch.full_like(view, 0.5), view)
         z_masked = vae_encode(self.pipe.vae, masked, view.device)[which]
         grid = (int(z_view.shape[-2]), int(z_view.shape[-1]))
         small = torch.stack([latent_mask(m, grid) for m in hard.float()])[which]
         channel = torch.nn.functional.interpolate(hard[:, None].to(z_view.dtype), grid)[which]  # as in training
-        guidance = torch.tensor([k.cfg for k in knobs], device=view.device)
+        guidance = torch.tensor([k.cfg for k in request.knobs[part]], device=view.device)
         unet = self.pipe.unet
 
         def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,5 +138,4 @@ class Inpainter:
             )[0].float()
             return split(guided(output, guidance[active], 4), z, level, self.prediction)
 
-        start = starting_latents(z_view, small, knobs, self.ladder, request.seed)
-        return descent(start, knobs, self.ladder, estimate)
+        return descent(*begin(z_view, small, request, part, self.ladder), self.ladder, estimate)

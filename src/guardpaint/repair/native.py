@@ -9,7 +9,7 @@ from torch import Tensor
 from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
 from guardpaint.errors import BadInput
-from guardpaint.repair.denoise import DEPTHS, Descent, denoise, first_estimates, in_batches, starting_latents
+from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
 from guardpaint.types import Level, RepairRequest
 
 
@@ -20,13 +20,15 @@ class NativeRepairer:
     name = "native"
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
-        return self._paint(request, denoise)
+        return self._paint(request, denoise)[0]
 
-    def preview(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
-        return self._paint(request, first_estimates)
+    def preview(self, request: RepairRequest) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
+        return self._paint(request, first_steps)
 
     @torch.no_grad()
-    def _paint(self, request: RepairRequest, descent: Descent) -> Float[Tensor, "n 3 h w"]:
+    def _paint(
+        self, request: RepairRequest, descent: Descent
+    ) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
         base = request.base
         if base is None or not base.calls:
             raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
@@ -34,10 +36,10 @@ class NativeRepairer:
         z_view = base.encode(request.view, request.latent_size)
         masks = torch.stack([latent_mask(m, request.latent_size) for m in request.masks]).to(z_view.device)
         ladder = [base.level(d / DEPTHS) for d in range(DEPTHS + 1)]
-        images = []
+        images, latents = [], []
         for part in in_batches(len(masks), request.batch):
-            knobs, inside = request.knobs[part], masks[part][:, None]
-            guidance = torch.tensor([k.cfg for k in knobs], device=z_view.device)
+            inside = masks[part][:, None]
+            guidance = torch.tensor([k.cfg for k in request.knobs[part]], device=z_view.device)
 
             def estimate(
                 z: Tensor,
@@ -49,7 +51,8 @@ class NativeRepairer:
                 x0, eps = told.estimate(z, level, guidance[active])
                 return torch.lerp(z_view.expand_as(x0), x0, inside[active]), eps
 
-            start = starting_latents(z_view, masks[part], knobs, ladder, request.seed)
-            z = descent(start, knobs, ladder, estimate)
-            images.append(vae_decode(base.vae, z, base.device))
-        return resize(torch.cat(images), (int(request.view.shape[-2]), int(request.view.shape[-1]))).cpu()
+            shown, z = descent(*begin(z_view, masks[part], request, part, ladder), ladder, estimate)
+            images.append(vae_decode(base.vae, shown, base.device))
+            latents.append(z)
+        size = (int(request.view.shape[-2]), int(request.view.shape[-1]))
+        return resize(torch.cat(images), size).cpu(), torch.cat(latents)

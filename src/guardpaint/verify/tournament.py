@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,42 +91,44 @@ class Arena:
             batch=self.parts.config.repair_batch,
         )
 
-    def composed(self, paint: Callable[[RepairRequest], Tensor], request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+    def composed(self, painted: Float[Tensor, "n 3 h w"], request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         """Candidates in the view; anything not finite is an error."""
-        painted = paint(request)
         if not torch.isfinite(painted).all():
             raise NotFinite(f"the {self.parts.repairer.name} repairer made NaN or infinity in region {self.name}")
         size = (int(self.control.shape[-2]), int(self.control.shape[-1]))
         return compose(self.control, resize(painted, size), request.masks)
 
-    def early_features(self, knobs: tuple[Knobs, ...]) -> Float[Tensor, "n f"]:
-        """What is known of every candidate after one denoising step: preview scores, knobs and the state's numbers."""
+    def early(self, knobs: tuple[Knobs, ...]) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n c u v"]]:
+        """What is known of every candidate after one denoising step (preview scores, knobs, the state's numbers), and
+        the latents to go on from."""
         from guardpaint.repair.ranker import features
 
         repairer = self.parts.repairer
         assert isinstance(repairer, Previewer)
         with self.clock("preview"):
-            composed = self.composed(repairer.preview, self.request(knobs))
+            request = self.request(knobs)
+            painted, begun = repairer.preview(request)
+            composed = self.composed(painted, request)
             coarse = self.parts.auditor.sizes[0]
             audits = self.look(torch.stack([shrink(c, coarse) for c in composed]))
-        return features(audits, self.audit, knobs, self.region.coverage, self.draft.progress)
+        return features(audits, self.audit, knobs, self.region.coverage, self.draft.progress), begun
 
-    def pruned(self, knobs: tuple[Knobs, ...]) -> tuple[int, ...]:
-        """The candidates worth painting out, in their order."""
+    def pruned(self, knobs: tuple[Knobs, ...]) -> tuple[tuple[int, ...], Float[Tensor, "k c u v"] | None]:
+        """The candidates worth painting out, in their order, and where they stand if they were previewed."""
         ranker, keep = self.parts.ranker, self.parts.config.keep
         if ranker is None or not 0 < keep < len(knobs) or not isinstance(self.parts.repairer, Previewer):
-            return tuple(range(len(knobs)))
-        order = ranker.rank(self.early_features(knobs)).argsort(descending=True)
-        return tuple(sorted(order[:keep].tolist()))
+            return tuple(range(len(knobs))), None
+        seen, begun = self.early(knobs)
+        kept = sorted(ranker.rank(seen).argsort(descending=True)[:keep].tolist())
+        return tuple(kept), begun[kept]
 
     def contest(self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False) -> Contest:
         """Paint, compose, score; the best u > 0 wins."""
         parts = self.parts
-        kept = self.pruned(knobs) if prune else tuple(range(len(knobs)))
-        chosen = tuple(knobs[i] for i in kept)
+        kept, begun = self.pruned(knobs) if prune else (tuple(range(len(knobs))), None)
         with self.clock("repair"):
-            request = self.request(chosen)
-            composed = self.composed(parts.repairer.candidates, request)
+            request = replace(self.request(tuple(knobs[i] for i in kept)), begun=begun)
+            composed = self.composed(parts.repairer.candidates(request), request)
         with self.clock("verify"):
             fine = parts.auditor.sizes[1]
             small = torch.stack([shrink(c, fine) for c in composed])
