@@ -210,6 +210,15 @@ def test_every_knob_changes_the_candidate(repair_request, family, repairer):
         assert not torch.allclose(image, maker.candidates(other), atol=1e-6), knob
 
 
+def test_native_repair_goes_on_from_its_preview(repair_request):
+    """In every family a previewed candidate ends as the picture that no preview would have changed."""
+    first = with_knobs(repair_request, Knobs(cfg=5.0, dilation=0.4, feather=0.4, jitter=0.1, depth=5, seed_offset=0))
+    whole = NativeRepairer().candidates(first)
+    shown, begun = NativeRepairer().preview(first)
+    assert shown.shape == whole.shape and not torch.allclose(shown, whole, atol=1e-6)
+    torch.testing.assert_close(NativeRepairer().candidates(replace(first, begun=begun)), whole, atol=1e-5, rtol=0)
+
+
 def test_the_original_pipeline_is_left_alone(pipe):
     before = copy.copy(vars(pipe))
     state = dict(vars(pipe.scheduler).items())

@@ -23,14 +23,15 @@ def metric(
     goal: str | None = None,
     ci: tuple[float, float] | None = None,
     note: str = "",
+    sure: bool = False,
 ) -> dict[str, Any]:
-    """One metric; `goal` like '<=0.04' decides `met`."""
+    """One metric; `goal` like '<=0.04' decides `met`, by the whole interval if it must be sure."""
     row: dict[str, Any] = {"value": value, "n": n}
     if ci is not None:
         row["ci"] = list(ci)
     if goal is not None:
         row["goal"] = goal
-        row["met"] = value is not None and meets(value, goal)
+        row["met"] = value is not None and all(meets(v, goal) for v in (value, *(ci if sure and ci else ())))
     if note:
         row["note"] = note
     return row

@@ -108,14 +108,23 @@ def test_numbers_come_from_rows():
 
 
 def test_proposers_are_compared_in_pairs():
-    """From the same two states: 0.5 and 0.3 against 0.4 and 0.1 with as many steps; a third state has one side only."""
+    """From the same two states: 0.5 and 0.3 against 0.4 and 0.1 with as many steps; a third state has one side only.
+    More utility in both states is sure; more in one and less in the other is not, whatever the mean."""
     rows = [row(utility=0.4), row(utility=0.1, seed=1), row(utility=0.9, seed=2)]
+    assert "b.learned_over_uniform.utility" not in proposers.metrics(rows)
     rows += [row(proposer="learned", utility=u, steps=s, seed=k) for k, (u, s) in enumerate([(0.5, 10), (0.3, 30)])]
     out = proposers.metrics(rows)
     assert out["b.learned_over_uniform.utility"]["value"] == pytest.approx(0.15)
     assert out["b.learned_over_uniform.utility"]["n"] == 2
-    assert out["b.learned_over_uniform.utility_per_step"]["value"] == pytest.approx(0.8 / 40 - 0.5 / 40)
+    assert out["b.learned_over_uniform.utility"]["ci"] == pytest.approx([0.1, 0.2])
     assert out["b.learned_over_uniform.utility"]["met"] is True
+    assert out["b.learned_over_uniform.utility_per_step"]["value"] == pytest.approx(0.8 / 40 - 0.5 / 40)
+    assert out["b.learned_over_uniform.oracle_safe"]["value"] == 0.0
+    assert out["b.learned_over_uniform.oracle_safe"]["met"] is False
+    assert out["all.learned_over_uniform.utility"] == out["b.learned_over_uniform.utility"]
+    more = [row(proposer="learned", utility=0.3, steps=20), row(proposer="learned", utility=0.9, steps=20, seed=1)]
+    unsure = proposers.metrics([*rows[:2], *more])["b.learned_over_uniform.utility"]
+    assert unsure["value"] > 0 and unsure["met"] is False
 
 
 def test_the_ranker_is_charged_for_its_previews(states, parts, oracle):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,7 @@ def metrics(rows: Sequence[Row]) -> Row:
                 out[f"{key}.seconds"] = mean(number("seconds"), None)
                 out[f"{key}.steps"] = mean(number("steps"), None)
                 out[f"{key}.utility_per_step"] = ratio(number("utility"), number("steps"))
-    for n in SIZES:
-        out |= paired(compare, "learned", "uniform", n)
+    out |= paired(compare, "learned")
     ranked = [r for r in rows if r["part"] == "ranker"]
     tried = [name for name in RANKED if any(r["proposer"] == name for r in ranked)]
     for name in tried:
@@ -149,25 +149,28 @@ def metrics(rows: Sequence[Row]) -> Row:
     return out
 
 
-def paired(rows: Sequence[Row], ours: str, other: str, n: int) -> Row:
-    """How much more utility, and more of it per step, one proposer has than another from the same states."""
+def paired(rows: Sequence[Row], ours: str) -> Row:
+    """How much more one proposer has than each other one from the same states; 0 must be outside the interval."""
     out: Row = {}
-    own = {(row_state(r), r["proposer"]): r for r in rows if int(r["n"]) == n}
-    for base in dict.fromkeys(r["base"] for r in rows):
-        both = [s for s, who in own if who == ours and s[0] == base and (s, other) in own]
+    own = {(row_state(r), r["proposer"]): r for r in rows if int(r["n"]) == SHIPPED}
+    others = [p for p in dict.fromkeys(r["proposer"] for r in rows) if p != ours]
+    for base, other in product((*dict.fromkeys(r["base"] for r in rows), "all"), others):
+        both = [s for s, who in own if who == ours and base in (s[0], "all") and (s, other) in own]
         if not both:
             continue
-        number = lambda who, name: np.array([float(own[s, who][name]) for s in both])  # noqa: B023, E731
-        key = f"{base}.{ours}_over_{other}" + ("" if n == SHIPPED else f".n{n}")
-        more = number(ours, "utility") - number(other, "utility")
         picks = np.random.default_rng(0).integers(len(both), size=(2000, len(both)))
-        picks = np.vstack([np.arange(len(both)), picks])
-        per = [number(who, "utility")[picks].sum(1) / number(who, "steps")[picks].sum(1) for who in (ours, other)]
-        low, high = np.percentile(per[0] - per[1], [2.5, 97.5])
-        out[f"{key}.utility"] = mean(more.tolist(), ">0")
-        out[f"{key}.utility_per_step"] = metric(
-            float(per[0][0] - per[1][0]), len(both), goal=">0", ci=(float(low), float(high))
-        )
+        picks = np.vstack([np.arange(len(both)), picks])  # the states as they are, then resampled ones
+        sums = {
+            (who, name): np.array([float(own[s, who][name]) for s in both])[picks].sum(1)
+            for who, name in product((ours, other), ("utility", "oracle_safe", "steps"))
+        }
+        for name, under in (("utility", None), ("oracle_safe", None), ("utility_per_step", "steps")):
+            of = name.removesuffix("_per_step")
+            mine, theirs = (sums[who, of] / (sums[who, under] if under else len(both)) for who in (ours, other))
+            low, high = np.percentile((mine - theirs)[1:], [2.5, 97.5])
+            found = float(mine[0] - theirs[0])
+            key = f"{base}.{ours}_over_{other}.{name}"
+            out[key] = metric(found, len(both), goal=">0", ci=(float(low), float(high)), sure=True)
     return out
 
 
@@ -253,7 +256,8 @@ def run(
     path: Path,
     oracle: Oracle,
 ) -> Row:
-    """Measure every state that the same parts have not played yet. What other parts or vanished states left goes."""
+    """Measure every state that the same parts have not played yet. What other guards or vanished states left goes;
+    what proposers not named here played from these states stays."""
     there = {known(s) for own in states.values() for s in own}
     whole = maker(guard, FixedProposer(), MOST, fingerprint(oracle.net))
     kept = [r for r in read_rows(path) if r.get("guard") == whole and row_state(r) in there]
@@ -273,8 +277,9 @@ def run(
                 rows = measure(state, guard.parts, proposer, oracle, judge)
                 signed = {"guard": whole, "maker": made_by, "ranker": ranked_by, "git": REVISION}
                 kept += [{**r, **signed} for r in rows]
-                if k % 20 == 0 or k == len(todo):
+                if k % 20 == 0:
                     write_results(path, metrics(kept), kept, seed=0)
+    write_results(path, metrics(kept), kept, seed=0)
     return metrics(kept)
 
 
