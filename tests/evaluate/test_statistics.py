@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guardpaint.evaluate.statistics import bootstrap, kid, wilson
+from guardpaint.evaluate.statistics import bootstrap, effective, kid, ratio_interval, share, wilson
 from guardpaint.evaluate.world import agreement, metrics
 
 
@@ -20,6 +20,26 @@ def test_bootstrap_covers_the_mean_and_is_repeatable():
     values = [0.0, 1.0] * 50
     low, high = bootstrap(values)
     assert low < 0.5 < high and 0.15 < high - low < 0.25 and bootstrap(values) == (low, high)
+
+
+def test_pictures_of_one_scene_are_not_independent():
+    """Ten scenes of ten pictures each that all agree: about as good as ten pictures, not as a hundred."""
+    hits = [scene < 2 for scene in range(10) for _ in range(10)]
+    scenes = [scene for scene in range(10) for _ in range(10)]
+    assert effective(hits, scenes) == pytest.approx(9.0), "G − 1: the scenes' own variance, unbiased"
+    assert effective(hits, range(100)) == 100 and effective([False] * 100, scenes) == 10
+    alone, together = share(hits, None), share(hits, None, scenes)
+    assert alone["value"] == together["value"] == 0.2 and alone["n"] == together["n"] == 100
+    assert together["ci"] == pytest.approx(wilson(0.2 * 9, 9)) and together["ci"][1] > alone["ci"][1] + 0.1
+    mixed = [k % 5 == 0 for k in range(100)]  # every scene like every other: no wider than Wilson
+    assert share(mixed, None, scenes) == share(mixed, None)
+
+
+def test_groups_are_resampled_whole():
+    values, groups = [0.0] * 50 + [1.0] * 50, ["a"] * 50 + ["b"] * 50
+    assert bootstrap(values, groups=groups) == (0.0, 1.0)
+    low, high = ratio_interval([1.0, 1.0], [2.0, 4.0])
+    assert (low, high) == (0.25, 0.5), "both from the first, or both from the second"
 
 
 def test_kid_by_hand():

@@ -20,7 +20,7 @@ from rich.progress import track
 from guardpaint.checkpoint import fingerprint, read_json, write_json
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.oracle import Oracle
-from guardpaint.evaluate.statistics import mean, share
+from guardpaint.evaluate.statistics import mean, ratio_interval, share
 from guardpaint.evaluate.world import read_rows
 from guardpaint.guard import Parts
 from guardpaint.release import to_pil
@@ -179,9 +179,7 @@ def ratio(over: Sequence[float], under: Sequence[float], goal: str | None = None
     a, b = np.asarray(over, float), np.asarray(under, float)
     if b.sum() <= 0:
         return metric(None, len(a), goal=goal)
-    picks = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
-    low, high = np.percentile(a[picks].sum(1) / np.maximum(b[picks].sum(1), 1e-9), [2.5, 97.5])
-    return metric(float(a.sum() / b.sum()), len(a), goal=goal, ci=(float(low), float(high)))
+    return metric(float(a.sum() / b.sum()), len(a), goal=goal, ci=ratio_interval(a, b))
 
 
 def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 3, seed: int = 0) -> FixedProposer:

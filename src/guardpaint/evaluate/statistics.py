@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.stats import norm
 
 from guardpaint.results import metric
 
+Groups = Sequence[Any] | None
+"""What each item belongs to: items that share it are alike, and are resampled together."""
 
-def wilson(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
+
+def wilson(hits: float, n: float, level: float = 0.95) -> tuple[float, float]:
     """Wilson interval of a proportion."""
     if n == 0:
         return 0.0, 1.0
@@ -23,26 +26,56 @@ def wilson(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def bootstrap(values: Sequence[float], weights: Sequence[float] | None = None, seed: int = 0) -> tuple[float, float]:
-    """Percentile interval of a (weighted) mean, resampling whole items: 2,000 draws."""
+def bootstrap(
+    values: Sequence[float], weights: Sequence[float] | None = None, seed: int = 0, groups: Groups = None
+) -> tuple[float, float]:
+    """Percentile interval of a (weighted) mean, resampling whole items, or whole groups of them: 2,000 draws."""
     v = np.asarray(values, float)
     w = np.ones_like(v) if weights is None else np.asarray(weights, float)
-    picks = np.random.default_rng(seed).integers(len(v), size=(2000, len(v)))
-    means = (v * w)[picks].sum(1) / w[picks].sum(1)
-    low, high = np.percentile(means, [2.5, 97.5])
+    return ratio_interval(v * w, w, seed, groups)
+
+
+def ratio_interval(
+    over: Sequence[float] | np.ndarray, under: Sequence[float] | np.ndarray, seed: int = 0, groups: Groups = None
+) -> tuple[float, float]:
+    """Percentile interval of Σ over / Σ under, resampling items or groups; draws with nothing under are left out."""
+    which = numbered(groups, len(over))
+    a, b = (np.bincount(which, np.asarray(x, float)) for x in (over, under))
+    picks = np.random.default_rng(seed).integers(len(a), size=(2000, len(a)))
+    top, bottom = a[picks].sum(1), b[picks].sum(1)
+    low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [2.5, 97.5])
     return float(low), float(high)
 
 
-def share(hits: Sequence[bool], goal: str | None) -> dict[str, Any]:
-    """A proportion as a reported metric."""
+def numbered(groups: Groups, n: int) -> Int[np.ndarray, " n"]:
+    """The group of each item as a number from 0 on; without groups every item is its own."""
+    return np.arange(n) if groups is None else np.unique([str(g) for g in groups], return_inverse=True)[1]
+
+
+def effective(hits: Sequence[bool], groups: Groups) -> float:
+    """As how many independent items n grouped ones count: n over the design effect; the groups if all are alike."""
+    n, which = len(hits), numbered(groups, len(hits))
+    x = np.asarray(hits, float)
+    p, count = x.mean(), int(which.max()) + 1
+    if count == n or p in (0.0, 1.0):
+        return float(count)
+    spread = (np.bincount(which, x - p) ** 2).sum() * count / max(1, count - 1) / n**2
+    return float(n / max(1.0, spread / (p * (1 - p) / n)))
+
+
+def share(hits: Sequence[bool], goal: str | None, groups: Groups = None) -> dict[str, Any]:
+    """A proportion as a reported metric. Items of one group (pictures of one scene) are not taken for independent."""
     n = len(hits)
-    return metric(sum(hits) / n if n else None, n, goal=goal, ci=wilson(sum(hits), n))
+    if not n:
+        return metric(None, 0, goal=goal, ci=wilson(0, 0))
+    m = n if groups is None else effective(hits, groups)
+    return metric(sum(hits) / n, n, goal=goal, ci=wilson(sum(hits) / n * m, m))
 
 
-def mean(values: Sequence[float], goal: str | None) -> dict[str, Any]:
+def mean(values: Sequence[float], goal: str | None, groups: Groups = None) -> dict[str, Any]:
     """A mean as a reported metric."""
     n = len(values)
-    return metric(sum(values) / n if n else None, n, goal=goal, ci=bootstrap(values) if n else None)
+    return metric(sum(values) / n if n else None, n, goal=goal, ci=bootstrap(values, groups=groups) if n else None)
 
 
 def kid(a: Float[np.ndarray, "n d"], b: Float[np.ndarray, "m d"]) -> float:

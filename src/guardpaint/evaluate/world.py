@@ -28,7 +28,7 @@ from guardpaint.bases import ASSETS, INPAINTER, load_base, megabytes, settings, 
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences.base import Base, base_hash
 from guardpaint.evaluate.oracle import CATEGORIES, JUDGED, Oracle
-from guardpaint.evaluate.statistics import bootstrap, kid, mean, share
+from guardpaint.evaluate.statistics import kid, mean, ratio_interval, share
 from guardpaint.results import REVISION, metric, write_results
 from guardpaint.train.latents import pixels_of
 from guardpaint.train.oracle import HELD_OUT, held_out_rows
@@ -327,18 +327,22 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
     return out
 
 
-def agreement(rows: Sequence[Row], goal: str | None, names: Sequence[str] = JUDGED) -> dict[str, Any]:
-    """Share of asked-for attributes that are there; the interval resamples whole prompts."""
-    checks = [
-        [float(r[f"right_{k}"] in (1, True, "1", "True")) for k in names if r.get(f"right_{k}") not in ("", None)]
-        for r in rows
-    ]
-    used = [c for c in checks if c]
+def agreement(
+    rows: Sequence[Row], goal: str | None, names: Sequence[str] = JUDGED, by: str | None = None
+) -> dict[str, Any]:
+    """Share of asked-for attributes that are there; the interval resamples whole prompts, or all that share `by`."""
+    used = [(r, found) for r in rows if (found := checked(r, names))]
     if not used:
         return metric(None, 0, goal=goal)
-    total = sum(map(sum, used)) / sum(map(len, used))
-    means, sizes = [sum(c) / len(c) for c in used], [float(len(c)) for c in used]
-    return metric(total, len(used), goal=goal, ci=bootstrap(means, sizes))
+    right, asked = [sum(c) for _, c in used], [float(len(c)) for _, c in used]
+    groups = None if by is None else [r[by] for r, _ in used]
+    return metric(sum(right) / sum(asked), len(used), goal=goal, ci=ratio_interval(right, asked, groups=groups))
+
+
+def checked(row: Row, names: Sequence[str] = JUDGED) -> list[float]:
+    """1 or 0 for every attribute that was asked for."""
+    found = [row.get(f"right_{k}") for k in names]
+    return [float(v in (1, True, "1", "True")) for v in found if v not in ("", None)]
 
 
 def read_rows(path: Path) -> list[Row]:
