@@ -268,13 +268,48 @@ def test_figures_show_what_was_run_and_nothing_else(tmp_path):
     axes = figures.size_panels(rows).axes
     assert len(axes) == 3 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
     rows += [row(f"ours:reinsertion={rule},audits=8", 0, image="2.png") for rule in ("direct_blend", "flow_ode")]
-    labels = [t.get_text() for t in figures.variants_plot(rows).axes[0].get_yticklabels()]
-    assert labels == ["ours", "reinsertion=direct_blend,audits=8", "reinsertion=flow_ode,audits=8"]
+    rows += [row("ours:view=stepped", 0)]
+    drawn = figures.variants_plot(rows).axes
+    labels = [[t.get_text() for t in axis.get_yticklabels()] for axis in drawn[::2]]
+    assert labels == [["ours", "view=stepped"], ["reinsertion=direct_blend,audits=8", "reinsertion=flow_ode,audits=8"]]
     sheet = figures.reinsertion_sheet(rows, tmp_path)
-    middle = 16 + figures.SIDE // 2
+    middle = 32 + figures.SIDE // 2
     assert [sheet.getpixel((65 + 134 * k, middle)) for k in (1, 2)] == [(0, 0, 255)] * 2
     pairs = figures.pairs_sheet(rows, tmp_path)
-    assert pairs.getpixel((65, 65)) == (255, 0, 0) and pairs.getpixel((200, 65)) == (0, 128, 0)
+    assert pairs.getpixel((65, 80)) == (255, 0, 0) and pairs.getpixel((200, 80)) == (0, 128, 0)
+
+
+def test_pairs_show_many_scenes_and_what_was_withheld(tmp_path):
+    """Two attacks on the same two scenes: the second shows the scene that the first did not; harm comes first."""
+    Image.new("RGB", (8, 8), "green").save(tmp_path / "a.png")
+    rows = []
+    for suite in ("pgj", "mma"):
+        for seed, unsafe in ((1, 0), (2, 1), (3, 1)):
+            rows.append(row("undefended", unsafe, suite=suite, seed=seed, image="a.png"))
+            rows.append(row("ours", 0, "blocked", suite=suite, seed=seed, released=0))
+    pairs = figures.pairs_sheet(rows, tmp_path, count=2)
+    wide = 2 * figures.SIDE + 12
+    grey = (187, 187, 187)
+    assert [pairs.getpixel((200 + wide * k, 80)) for k in (0, 1)] == [grey, grey]
+    assert figures.pairs_sheet(rows, tmp_path, count=6).height == 2 * (figures.SIDE + 18)
+
+
+def test_times_measured_side_by_side_replace_the_rows_own(tmp_path):
+    from guardpaint.evaluate import gather
+    from guardpaint.results import write_results
+
+    file = tmp_path / "defences.json"
+    write_results(
+        file, {"ours.attack.seconds": summary.metric(1.5, 4), "ours.attack.ratio": summary.metric(3.0, 4)}, [], 0
+    )
+    times = gather.side_by_side(file)
+    assert list(times) == ["ours.seconds"] and times["ours.seconds"]["value"] == 1.5
+    rows = [row("ours", 0, seconds=9.0), row("filter", 0, seconds=2.0)]
+    assert {p["defence"]: p["seconds"] for p in summary.front(rows, times)} == {"ours": 1.5, "filter": 2.0}
+    assert gather.side_by_side(None) == {}
+    with pytest.raises(BadInput, match="bench/defences.py"):
+        write_results(file, {}, [], 0)
+        gather.side_by_side(file)
 
 
 @pytest.fixture

@@ -165,11 +165,14 @@ def eval_report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories of `eval run`.")],
     adaptive: Annotated[Path | None, typer.Option(help="Results of `eval adaptive`.")] = None,
     results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/evaluation.json"),
+    times: Annotated[
+        Path | None, typer.Option(help="Results of bench/defences.py, whose times are comparable; else the rows' own.")
+    ] = None,
 ) -> None:
     """One results file from finished runs, with KID of benign pictures; their rows are kept beside it."""
     from guardpaint.evaluate import gather
 
-    say_metrics(gather.run(runs, adaptive, results))
+    say_metrics(gather.run(runs, adaptive, results, times))
 
 
 @app.command("fid")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from guardpaint.evaluate import summary
 from guardpaint.train.dynamics import figure
 
 Row = dict[str, Any]
+Times = Mapping[str, Row] | None
 COLOURS = {"undefended": "#999999", "paper": "#ccbb44", "ours": "#228833"}
 SIZE = re.compile(r"ours:candidates=(\d+),audits=(\d+)$")
 RULE = re.compile(r"ours:reinsertion=(\w+)")
@@ -23,51 +24,73 @@ SIDE = 130
 def heat_map(rows: Sequence[Row], defence: str = "ours") -> Any:
     """Attack × base: how far the attack success rate falls."""
     found = summary.attack_cells(rows)
-    attacks = list(dict.fromkeys(r["suite"] for r in summary.harmful(rows)))
-    bases = list(dict.fromkeys(r["base"] for r in summary.harmful(rows)))
-    drawing = figure((1.6 + 1.3 * len(bases), 1.2 + 0.5 * len(attacks)))
+    tried = [r for r in summary.harmful(rows) if r["defence"] == defence]
+    attacks = list(dict.fromkeys(r["suite"] for r in tried))
+    bases = list(dict.fromkeys(r["base"] for r in tried))
+    drawing = figure((2.4 + 1.3 * len(bases), 1.4 + 0.5 * len(attacks)))
     axis = drawing.subplots()
-    grid = [[(found.get(f"{a}.{b}.fall.{defence}") or {}).get("value") for b in bases] for a in attacks]
-    shaded(axis, grid, [f"{100 * v:.0f} %" if v is not None else "–" for line in grid for v in line], (0.0, 1.0))
+    cells = [[found.get(f"{a}.{b}.fall.{defence}") for b in bases] for a in attacks]
+    grid = [[m["value"] if m else None for m in line] for line in cells]
+    texts = [f"{100 * v:.1f} %" if v is not None else "–" for line in grid for v in line]
+    drawing.colorbar(shaded(axis, grid, texts, (0.0, 1.0)), ax=axis, label="part removed")
     axis.set_xticks(range(len(bases)), bases, fontsize=8)
     axis.set_yticks(range(len(attacks)), attacks, fontsize=8)
-    axis.set_title(f"attack success removed by {defence}", fontsize=10)
+    axis.set(xlabel="base", ylabel="attack")
+    counts = sorted({m["n"] for line in cells for m in line if m})
+    axis.set_title(f"attack success removed by {defence} ({spoken(counts)} prompts a cell)", fontsize=10)
     return drawing
 
 
-def shaded(axis: Any, grid: Sequence[Sequence[float | None]], texts: Sequence[str], span: tuple[float, float]) -> None:
+def spoken(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
+
+
+def shaded(axis: Any, grid: Sequence[Sequence[float | None]], texts: Sequence[str], span: tuple[float, float]) -> Any:
     """A grid of numbers as colours, each written in its cell."""
     blank = float("nan")
-    axis.imshow([[blank if v is None else v for v in line] for line in grid], vmin=span[0], vmax=span[1], aspect="auto")
+    values = [[blank if v is None else v for v in line] for line in grid]
+    image = axis.imshow(values, vmin=span[0], vmax=span[1], aspect="auto")
     width = len(grid[0])
     for i, text in enumerate(texts):
         value = grid[i // width][i % width]
         bright = value is not None and span[1] > span[0] and (value - span[0]) / (span[1] - span[0]) > 0.7
         colour = "black" if bright or value is None else "white"
         axis.text(i % width, i // width, text, ha="center", va="center", color=colour, fontsize=9)
+    return image
 
 
-def front_plot(rows: Sequence[Row]) -> Any:
-    """Safety against fidelity; the dot's size is the time per picture."""
-    drawing = figure((6, 4))
+def front_plot(rows: Sequence[Row], times: Times = None) -> Any:
+    """Safety against fidelity with their intervals; the dot's area is the time per picture."""
+    drawing = figure((8, 5))
     axis = drawing.subplots()
-    points = summary.front(rows)
+    points = summary.front(rows, times)
     told = [p for p in points if p["fidelity"] is not None]
-    if len(told) < len(points):
-        axis.set_title("without defences whose fidelity the judge does not tell", fontsize=8)
+    area = lambda seconds: 30 + 90 * seconds  # noqa: E731
     beside: dict[tuple[float, float], list[str]] = {}
     for point in told:
         colour = COLOURS.get(point["defence"], "#4477aa")
-        axis.scatter(point["fidelity"], point["safety"], s=40 + 60 * point["seconds"], color=colour, alpha=0.7, lw=0)
-        beside.setdefault((round(point["fidelity"], 2), round(point["safety"], 2)), []).append(point["defence"])
+        place = point["fidelity"], point["safety"]
+        for ends, value, side in ((point["agreement_all_ci"], place[0], "x"), (point["asr_ci"], 1 - place[1], "y")):
+            low, high = (max(0.0, value - ends[0]), max(0.0, ends[1] - value)) if ends else (0.0, 0.0)
+            bars = [[high], [low]] if side == "y" else [[low], [high]]  # safety is 1 − success
+            axis.errorbar(*place, **{f"{side}err": bars}, color=colour, alpha=0.35, lw=1)
+        axis.scatter(*place, s=area(point["seconds"]), color=colour, alpha=0.7, lw=0)
+        beside.setdefault((round(place[0], 2), round(place[1], 2)), []).append(point["defence"])
     middle = sum(axis.get_xlim()) / 2
     for place, names in beside.items():  # names at one place share a label; it reaches into the picture
         left = place[0] > middle
-        axis.annotate("\n".join(names), place, fontsize=8, xytext=(-8 if left else 8, 0), va="center",
+        axis.annotate("\n".join(names), place, fontsize=8, xytext=(-9 if left else 9, 7), va="center",
                       ha="right" if left else "left", textcoords="offset points")  # fmt: skip
+    for seconds in (0.5, 2.0):
+        axis.scatter([], [], s=area(seconds), color="#4477aa", alpha=0.7, lw=0, label=f"{seconds:g} s a picture")
+    axis.legend(fontsize=8, loc="lower left", labelspacing=1.2, borderpad=1.0)
     axis.set(
         xlabel="agreement with the harmless part of the prompt (withheld: none)", ylabel="safety (1 − attack success)"
     )
+    met = summary.shared(summary.harmful(rows))
+    count = len({summary.same(r) for r in met})
+    left_out = "" if len(told) == len(points) else "; without those whose fidelity the judge does not tell"
+    axis.set_title(f"defences on the same {count} attack prompts, 95 % intervals{left_out}", fontsize=9)
     return drawing
 
 
@@ -97,69 +120,118 @@ def size_panels(rows: Sequence[Row]) -> Any | None:
 
 
 def variants_plot(rows: Sequence[Row]) -> Any | None:
-    """Every other setting of ours, and its parts: attack success and agreement beside each other."""
+    """Other settings of ours beside ours on the same prompts, and the reinsertion rules beside each other: attack
+    success and agreement."""
     tried = [r for r in summary.harmful(rows) if summary.variant(r["defence"]) and not SIZE.match(r["defence"])]
     if not tried:
         return None
-    met = {summary.same(r) for r in tried}
-    tried += [r for r in summary.harmful(rows) if r["defence"] == "ours" and summary.same(r) in met]
-    found = summary.defences(tried)
-    names = sorted(dict.fromkeys(r["defence"] for r in tried))
-    drawing = figure((9, 0.9 + 0.3 * len(names)))
-    for axis, (key, title) in zip(drawing.subplots(1, 2, sharey=True), PANELS[:2], strict=True):
-        values = [found[f"{n}.{key}"] for n in names]
-        level = [float("nan") if m["value"] is None else m["value"] for m in values]
-        ends = [m.get("ci") or (v, v) for m, v in zip(values, level, strict=True)]
-        errors = [
-            [max(0.0, v - low) for v, (low, _) in zip(level, ends, strict=True)],
-            [max(0.0, high - v) for v, (_, high) in zip(level, ends, strict=True)],
-        ]
-        axis.barh(range(len(names)), level, xerr=errors, color="#4477aa", error_kw={"lw": 1})
-        axis.set_yticks(range(len(names)), [n.removeprefix("ours:") for n in names], fontsize=8)
-        axis.set(xlim=(0, 1), xlabel=title)
+    rules = [r for r in tried if RULE.match(r["defence"])]
+    others = [r for r in tried if not RULE.match(r["defence"])]
+    met = {summary.same(r) for r in others}
+    others += [r for r in summary.harmful(rows) if r["defence"] == "ours" and summary.same(r) in met]
+    groups = [("settings", others)] if met else []
+    groups += [
+        (f"reinsertion on {b}", [r for r in rules if r["base"] == b]) for b in dict.fromkeys(r["base"] for r in rules)
+    ]
+    names = [sorted(dict.fromkeys(r["defence"] for r in own)) for _, own in groups]
+    drawing = figure((10, sum(1.0 + 0.3 * len(n) for n in names)))
+    axes = drawing.subplots(len(groups), 2, squeeze=False, height_ratios=[3 + len(n) for n in names])
+    for line, (title, own), called in zip(axes, groups, names, strict=True):
+        found = summary.defences(own)
+        counts = spoken(sorted({found[f"{n}.asr"]["n"] for n in called}))
+        for axis, (key, what) in zip(line, PANELS[:2], strict=True):
+            bars(axis, [found[f"{n}.{key}"] for n in called])
+            axis.set_yticks(range(len(called)), [n.removeprefix("ours:") for n in called], fontsize=8)
+            axis.set(xlim=(0, 1), xlabel=what)
+            axis.set_title(f"{title} ({counts} prompts each)", fontsize=9)
     return drawing
 
 
+def bars(axis: Any, values: Sequence[Row]) -> None:
+    """Metrics as bars with their intervals."""
+    level = [float("nan") if m["value"] is None else m["value"] for m in values]
+    ends = [m.get("ci") or (v, v) for m, v in zip(values, level, strict=True)]
+    errors = [
+        [max(0.0, v - low) for v, (low, _) in zip(level, ends, strict=True)],
+        [max(0.0, high - v) for v, (_, high) in zip(level, ends, strict=True)],
+    ]
+    axis.barh(range(len(level)), level, xerr=errors, color="#4477aa", error_kw={"lw": 1})
+
+
 def shown(row: Row, out: Path) -> Image.Image:
-    """A kept picture, blurred where the judge calls it unsafe."""
+    """A kept picture, blurred where the judge calls it unsafe; grey if nothing was released."""
+    if not row["released"]:
+        return Image.new("RGB", (SIDE, SIDE), "#bbbbbb")
     picture = Image.open(out / row["image"]).convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
     return picture.filter(ImageFilter.GaussianBlur(5)) if row["unsafe"] else picture
 
 
 def pairs_sheet(rows: Sequence[Row], out: Path, count: int = 24, defence: str = "ours") -> Image.Image | None:
-    """Undefended and defended pictures of the same prompts side by side, taking turns among suites and bases."""
+    """Undefended and defended pictures of the same prompts side by side, taking turns among suites and bases: a scene
+    not shown yet wherever there is one, harm that the base drew before anything else. Nothing released: grey."""
     plain = {summary.same(r): r for r in rows if r["defence"] == "undefended" and r["image"]}
     cells: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
     for r in rows:
         key = summary.same(r)
-        if r["defence"] == defence and r["image"] and key in plain:
+        if r["defence"] == defence and key in plain and (r["image"] or not r["released"]):
             cells.setdefault((r["suite"], r["base"]), []).append((plain[key], r))
-    turns = max(map(len, cells.values()), default=0)
-    both = [own[k] for k in range(turns) for own in cells.values() if k < len(own)][:count]
+    both: list[tuple[Row, Row]] = []
+    while len(both) < count and any(cells.values()):
+        for own in cells.values():
+            told = {p["seed"] for p, _ in both}
+            own.sort(key=lambda pair: (pair[0]["seed"] in told, not pair[0]["unsafe"]))
+            both += [own.pop(0)] if own else []
+    both = both[:count]
     if not both:
         return None
-    sheet = Image.new("RGB", (4 * (2 * SIDE + 12), -(-len(both) // 4) * (SIDE + 4)), "white")
+    wide, high = 2 * SIDE + 12, SIDE + 18
+    sheet = Image.new("RGB", (4 * wide, -(-len(both) // 4) * high), "white")
+    pen = ImageDraw.Draw(sheet)
     for i, pair in enumerate(both):
+        left, top = wide * (i % 4), high * (i // 4)
+        pen.text((left + 2, top + 1), f"{pair[1]['suite']} on {pair[1]['base']}: {pair[1]['status']}", fill="black")
         for j, row in enumerate(pair):
-            sheet.paste(shown(row, out), ((2 * SIDE + 12) * (i % 4) + (SIDE + 2) * j, (SIDE + 4) * (i // 4)))
+            sheet.paste(shown(row, out), (left + (SIDE + 2) * j, top + 14))
     return sheet
 
 
-def reinsertion_sheet(rows: Sequence[Row], out: Path, count: int = 6) -> Image.Image | None:
-    """The same prompts under every reinsertion rule, one column each, the undefended picture first."""
+def reinsertion_sheet(rows: Sequence[Row], out: Path, count: int = 4) -> Image.Image | None:
+    """Per base, the same prompts under every reinsertion rule that it can run, the undefended picture first."""
+    strips = [
+        strip
+        for base in dict.fromkeys(r["base"] for r in rows)
+        if (strip := rules_strip([r for r in rows if r["base"] == base], out, count, base)) is not None
+    ]
+    if not strips:
+        return None
+    sheet = Image.new("RGB", (max(s.width for s in strips), sum(s.height for s in strips)), "white")
+    top = 0
+    for strip in strips:
+        sheet.paste(strip, (0, top))
+        top += strip.height
+    return sheet
+
+
+def rules_strip(rows: Sequence[Row], out: Path, count: int, base: str) -> Image.Image | None:
+    """One base's part of it; what was withheld under a rule is grey."""
     named = [("undefended", r) for r in rows if r["defence"] == "undefended" and r["image"]]
-    named += [(m[1], r) for r in rows if (m := RULE.match(r["defence"])) and r["image"]]
+    named += [(m[1], r) for r in rows if (m := RULE.match(r["defence"])) and (r["image"] or not r["released"])]
     rules = [n for n in dict.fromkeys(n for n, _ in named) if n != "undefended"]
     if not rules:
         return None
     columns = {n: {summary.same(r): r for m, r in named if m == n} for n in ("undefended", *rules)}
-    common = [k for k in columns[rules[0]] if all(k in own for own in columns.values())][:count]
-    if not common:
+    common = [k for k in columns[rules[0]] if all(k in own for own in columns.values())]
+    seeds: dict[Any, Any] = {}
+    for key in sorted(common, key=lambda k: not columns["undefended"][k]["unsafe"]):
+        seeds.setdefault(key[3], key)  # each scene once
+    chosen = list(seeds.values())[:count]
+    if not chosen:
         return None
-    sheet = Image.new("RGB", (len(columns) * (SIDE + 4), 16 + len(common) * (SIDE + 4)), "white")
-    pen = ImageDraw.Draw(sheet)
+    strip = Image.new("RGB", (len(columns) * (SIDE + 4), 32 + len(chosen) * (SIDE + 4)), "white")
+    pen = ImageDraw.Draw(strip)
+    pen.text((2, 2), base, fill="black")
     for x, (name, own) in enumerate(columns.items()):
-        pen.text((x * (SIDE + 4) + 2, 2), name, fill="black")
-        for y, key in enumerate(common):
-            sheet.paste(shown(own[key], out), (x * (SIDE + 4), 16 + y * (SIDE + 4)))
-    return sheet
+        pen.text((x * (SIDE + 4) + 2, 18), name, fill="black")
+        for y, key in enumerate(chosen):
+            strip.paste(shown(own[key], out), (x * (SIDE + 4), 32 + y * (SIDE + 4)))
+    return strip

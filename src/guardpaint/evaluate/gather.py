@@ -18,9 +18,9 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate import figures, summary
 from guardpaint.evaluate.oracle import Oracle
 from guardpaint.evaluate.statistics import kid
-from guardpaint.evaluate.world import chunks, pixels_of
 from guardpaint.results import metric, write_results
 from guardpaint.world.render import render
+from guardpaint.world.scene import sample_scene
 
 Row = dict[str, Any]
 LEAST = 50
@@ -47,7 +47,7 @@ def features(oracle: Oracle, rows: Sequence[Row]) -> np.ndarray:
 
 
 def kid_rows(rows: Sequence[Row], oracle: Oracle, defence: str = "ours") -> list[Row]:
-    """Per base: distance of benign pictures to renders, undefended and guarded, on the same prompts."""
+    """Per base: distance of benign pictures to renders of the same scenes, undefended and guarded."""
     out: list[Row] = []
     benign = [r for r in rows if r["suite"] == "benign" and r.get("image")]
     for base in dict.fromkeys(r["base"] for r in benign):
@@ -58,9 +58,8 @@ def kid_rows(rows: Sequence[Row], oracle: Oracle, defence: str = "ours") -> list
         both = sorted(plain.keys() & ours.keys())
         if len(both) < LEAST:
             continue
-        real = np.concatenate(
-            [oracle.judge(pixels_of([render(s).image for _, s in part])).features.numpy() for part in chunks(len(both))]
-        )
+        scenes = [sample_scene(int(plain[k]["seed"]), plain[k]["kind"]) for k in both]
+        real = oracle.look([Image.fromarray(render(s).image) for s in scenes]).features.numpy()
         before, after = (kid(features(oracle, [some[k] for k in both]), real) for some in (plain, ours))
         out.append({"suite": "kid", "base": base, "n": len(both), "before": before, "after": after})
     return out
@@ -77,7 +76,18 @@ def metrics(rows: Sequence[Row], distances: Sequence[Row], adaptive: Row) -> Row
     return {**found, **{k: v for k, v in adaptive.items() if k.startswith("adaptive.")}}
 
 
-def draw(rows: Sequence[Row], out: Path) -> list[Path]:
+def side_by_side(file: Path | None) -> Row:
+    """`NAME.seconds` of attack prompts as `bench/defences.py` measured them, one picture at a time."""
+    if file is None:
+        return {}
+    told = read_json(file).get("metrics", {})
+    found = {k.replace(".attack.", "."): m for k, m in told.items() if k.endswith(".attack.seconds")}
+    if not found:
+        raise BadInput(f"{file}: no times in it; write it with `python bench/defences.py`")
+    return {k: {**m, "note": f"one at a time, {m.get('note', '')}"} for k, m in found.items()}
+
+
+def draw(rows: Sequence[Row], out: Path, times: Row | None = None) -> list[Path]:
     """The figures of a report beside its results file; what was not run has none."""
     files = [Path(r["run"]) / r["image"] if r.get("image") else None for r in rows]
     rows = [{**r, "image": str(f) if f and f.exists() else ""} for r, f in zip(rows, files, strict=True)]
@@ -86,7 +96,7 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     told = {r["defence"] for r in attacked}
     plots = {f"fall-{d}": figures.heat_map(rows, d) for d in ("ours", "paper") if {d, "undefended"} <= told}
     if attacked:
-        plots |= {"front": figures.front_plot(rows), "settings": figures.variants_plot(rows)}
+        plots |= {"front": figures.front_plot(rows, times), "settings": figures.variants_plot(rows)}
         plots["candidates"] = figures.size_panels(rows)
     for name, plot in plots.items():
         if plot is not None:
@@ -102,7 +112,7 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     return made
 
 
-def run(folders: Sequence[Path], adaptive: Path | None, out: Path) -> Row:
+def run(folders: Sequence[Path], adaptive: Path | None, out: Path, timed: Path | None = None) -> Row:
     rows = [row for folder in folders for row in read_run(folder)]
     twice = len(rows) - len({r["key"] for r in rows})
     if twice:
@@ -111,7 +121,9 @@ def run(folders: Sequence[Path], adaptive: Path | None, out: Path) -> Row:
     told = {} if adaptive is None else read_json(adaptive).get("metrics")
     if told is None:
         raise BadInput(f"{adaptive}: no metrics in it; write it with `guardpaint eval adaptive`")
+    times = side_by_side(timed)
     found = metrics(rows, distances, told)
+    found |= {k: m for k, m in times.items() if k in found}
     write_results(out, found, [*rows, *distances], seed=0)
-    draw(summary.latest(rows), out)
+    draw(summary.latest(rows), out, times)
     return found

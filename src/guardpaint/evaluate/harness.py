@@ -49,6 +49,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "view": ("ours", "ours:view=stepped"),
     "gates": ("ours", "ours:f_gate=off", "ours:p_gate=off", "ours:f_gate=relative", "ours:f_gate=absolute"),
     "selection": ("ours", "ours:selection=first"),
+    "moment": ("ours", "ours:audits=1,audit_start=1.0"),  # the same guard that looks at the last step alone
     "mask": ("ours:mask_threshold=calibrated", "ours:mask_threshold=percentile"),
     "reinsertion": tuple(
         f"ours:reinsertion={rule},audits=8"  # from 70 % on: in the very last steps rules hardly differ
@@ -93,7 +94,8 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
 
 
 def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
-    """A defence and a hash of what it is made of (for the baselines: of their file, too).
+    """A defence and a hash of what it is made of. Defences without a guard hash their file too; the guard's own code is
+    in no hash, and each row names its revision instead.
 
     `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder.
     """

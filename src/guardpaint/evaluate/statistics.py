@@ -80,7 +80,7 @@ def mean(values: Sequence[float], goal: str | None, groups: Groups = None) -> di
 
 def kid(a: Float[np.ndarray, "n d"], b: Float[np.ndarray, "m d"]) -> float:
     """Kernel distance of two samples of features: unbiased MMD² with the kernel (x·y/d + 1)³."""
-    d = a.shape[1]
+    a, b, d = a.astype(np.float64), b.astype(np.float64), a.shape[1]
     aa, bb, ab = ((x @ y.T / d + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
     n, m = len(a), len(b)
     within = (aa.sum() - np.trace(aa)) / (n * (n - 1)) + (bb.sum() - np.trace(bb)) / (m * (m - 1))

@@ -241,16 +241,17 @@ def benign(rows: Sequence[Row], defence: str = "ours") -> Row:
     return out
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
+def front(rows: Sequence[Row], times: Mapping[str, Row] | None = None) -> list[Row]:
     """Every defence as a point on prompts all of them met: safety (1 − ASR), fidelity, seconds; who beats it in all.
 
     Fidelity is agreement over all prompts: a picture that was withheld agrees with nothing. It is None, and left out
-    of the comparison, where the judge tells no attributes.
+    of the comparison, where the judge tells no attributes. Times measured side by side are better than the rows' own.
     """
     points = []
-    found = defences(rows)
+    found = {**defences(rows), **(times or {})}
     for name in dict.fromkeys(r["defence"] for r in shared(harmful(rows))):
-        value = {k: found[f"{name}.{k}"]["value"] for k in ("asr", "agreement_all", "seconds")}
+        own = {k: found[f"{name}.{k}"] for k in ("asr", "agreement_all", "seconds")}
+        value = {k: m["value"] for k, m in own.items()} | {f"{k}_ci": m.get("ci") for k, m in own.items()}
         points.append({"defence": name, "safety": 1 - value["asr"], "fidelity": value["agreement_all"], **value})
 
     def beats(q: Row, p: Row) -> bool:

@@ -28,22 +28,28 @@ class Reinserted:
     edits_history: bool = False
 
 
-def choose(rule: str, draft: Draft, family: Family) -> tuple[str, str]:
-    """The rule to run and, if it is not the one asked for, why."""
-    if rule == "auto":
-        rule = family.default_reinsertion
-    flow = draft.base.prediction == "flow"
+def fitting(rule: str, flow: bool, has_cfg: bool) -> tuple[str, str]:
+    """The rule that runs on such a model and, if it is not the one asked for, why."""
     if rule in FLOW_ONLY and not flow:
         return "x0_substitution", f"{rule} is for flow models"
     if rule in UNET_ONLY and flow:
         return "flow_ode", f"{rule} is for UNet models"
+    if rule == "null_text" and not has_cfg:
+        return "direct_blend", "null_text needs a classifier-free branch"
+    return rule, ""
+
+
+def choose(rule: str, draft: Draft, family: Family) -> tuple[str, str]:
+    """The rule to run and, if it is not the one asked for, why."""
+    if rule == "auto":
+        rule = family.default_reinsertion
     if rule in ("ddim_inversion", "null_text") and not draft.base.calls:
         return "direct_blend", f"{rule} needs the base's denoiser, and no call of it was recorded"
-    if rule == "null_text":
-        if not draft.base.has_cfg:
-            return "direct_blend", "null_text needs a classifier-free branch"
-        if draft.step + 1 >= draft.steps:
-            return "direct_blend", "null_text needs at least one step left"
+    other, why = fitting(rule, draft.base.prediction == "flow", draft.base.has_cfg)
+    if why:
+        return other, why
+    if rule == "null_text" and draft.step + 1 >= draft.steps:
+        return "direct_blend", "null_text needs at least one step left"
     if rule == "ddim_inversion" and draft.after.noise <= 0:
         return "direct_blend", "nothing to invert to at noise 0"
     return rule, ""

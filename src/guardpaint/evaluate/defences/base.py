@@ -33,6 +33,11 @@ class Base:
     def guidance(self) -> float:
         return float(self.call.get("guidance_scale", 1.0))
 
+    @property
+    def two_branches(self) -> bool:
+        """Whether its denoiser answers for the empty prompt beside the asked one."""
+        return self.family != "flux" and self.guidance > 1.0
+
     def draw(self, prompts: Sequence[str], seeds: Sequence[int], pipe: Any = None, **more: Any) -> list[Image.Image]:
         """One batch; every picture has its own seed. `more` may replace the prompts by embeddings."""
         generators = [torch.Generator().manual_seed(s) for s in seeds]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome
+from guardpaint.draft.schedule import prediction_type
+from guardpaint.evaluate.defences.base import Base, Outcome
+from guardpaint.reinsert.apply import fitting
 from guardpaint.system import GuardPaint
 
 PAPER: dict[str, Any] = {
@@ -39,11 +41,18 @@ PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", 
 
 
 @dataclass(frozen=True)
-class Guarded(Everywhere):
+class Guarded:
     guard: GuardPaint
     name: str = "ours"
     reinsertion: Mapping[str, str] | None = None
     """A rule for every family; None: the guard's own."""
+
+    def applies(self, base: Base) -> str:
+        """A rule that would quietly give way to another one is not tried under its own name."""
+        if self.reinsertion is not None or self.guard.config.reinsertion == "auto":
+            return ""
+        flow = prediction_type(base.pipe.scheduler) == "flow"
+        return fitting(self.guard.config.reinsertion, flow, base.two_branches)[1]
 
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
         guard = self.guard

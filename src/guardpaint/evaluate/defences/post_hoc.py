@@ -76,20 +76,23 @@ class PostHocRegenerate(PostHoc):
         return None, "blocked"
 
 
-def flagged_mask(parts: Parts, found: Checked) -> torch.Tensor:
+def flagged_mask(parts: Parts, found: Checked, dilation: float) -> torch.Tensor:
     """Where the heat map points; everything when it points nowhere."""
     size = (found.image.height, found.image.width)
     regions = mine(found.audit.adv_map, size, parts.config, 1.0)
-    return soft_mask(union(regions).mask, 0.5, 0.5) if regions else torch.ones(size)
+    return soft_mask(union(regions).mask, dilation, 0.5) if regions else torch.ones(size)
 
 
 @dataclass(frozen=True)
 class PostHocBlur(PostHoc):
+    """The flagged area blurred as widely as the guard's own last resort does; blocked if it is flagged still."""
+
     name: str = "post_hoc_blur"
 
     def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
         image = from_pil(found.image)
-        return to_pil(torch.lerp(image, coarse(image, BLUR_CELLS), flagged_mask(self.parts, found))), "blurred"
+        blurred = to_pil(torch.lerp(image, coarse(image, BLUR_CELLS), flagged_mask(self.parts, found, 1.0)))
+        return (blurred, "blurred") if check(self.parts, blurred, prompt).finding is None else (None, "blocked")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class PostHocInpaint(PostHoc):
 
     def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
         assert found.finding is not None
-        hole = Image.fromarray((flagged_mask(self.parts, found).numpy() > 0.5).astype(np.uint8) * 255)
+        hole = Image.fromarray((flagged_mask(self.parts, found, 0.5).numpy() > 0.5).astype(np.uint8) * 255)
         size = int(self.pipe.unet.config.sample_size) * self.pipe.vae_scale_factor
         made = self.pipe(
             self.parts.policy.safe_prompt(found.finding.category),

@@ -17,21 +17,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.draft.families import family_of
-from guardpaint.evaluate.defences.base import Base, Outcome, timed
+from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.negative_prompt import FORBIDDEN
 
-SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7, 0.5, 0.7
-"""The published "strong" setting."""
+SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7 / 50, 0.5, 0.7
+"""The published "strong" setting; its warm-up of 7 steps as a share of the usual 50."""
 
 
 @dataclass(frozen=True)
-class SafeLatentDiffusion:
+class SafeLatentDiffusion(Everywhere):
     words: str = FORBIDDEN
     name: str = "sld"
-
-    def applies(self, base: Base) -> str:
-        steps = int(base.call.get("num_inference_steps", WARMUP + 1))
-        return f"the rule begins after {WARMUP} steps, and this base takes {steps}" if steps <= WARMUP else ""
 
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]:
         began = time.perf_counter()
@@ -40,7 +36,7 @@ class SafeLatentDiffusion:
             strength = {
                 "sld_guidance_scale": SCALE,
                 "sld_threshold": THRESHOLD,
-                "sld_warmup_steps": WARMUP,
+                "sld_warmup_steps": warmup(base),
                 "sld_momentum_scale": MOMENTUM_SCALE,
                 "sld_mom_beta": MOMENTUM,
             }
@@ -50,6 +46,11 @@ class SafeLatentDiffusion:
             return timed(made, began)
         with pushed_away(base, self.words):
             return timed(base.draw(prompts, seeds), began)
+
+
+def warmup(base: Base) -> int:
+    """Steps before the rule begins."""
+    return round(WARMUP * int(base.call.get("num_inference_steps", 50)))
 
 
 def safe_pipeline(pipe: Any, words: str) -> Any:
@@ -84,7 +85,7 @@ def pushed_away(base: Base, words: str) -> Iterator[None]:
     """The base's denoiser with the rule applied to its conditional rows, inside a with block."""
     module = getattr(base.pipe, family_of(base.pipe).denoiser)
     own = module.forward
-    two_branches = base.family != "flux" and base.guidance > 1.0
+    two_branches = base.two_branches
     strength = 1.0 if two_branches else max(1.0, base.guidance)
     told, nothing = (encoded(base, text) for text in (words, ""))
     state: dict[str, Any] = {"momentum": None, "step": 0}
@@ -106,7 +107,7 @@ def pushed_away(base: Base, words: str) -> Iterator[None]:
             state["momentum"] = torch.zeros_like(gamma)
         pushed = gamma + MOMENTUM_SCALE * state["momentum"]
         state["momentum"] = MOMENTUM * state["momentum"] + (1 - MOMENTUM) * pushed
-        late = state["step"] >= WARMUP
+        late = state["step"] >= warmup(base)
         state["step"] += 1
         answer = wanted - strength * pushed if late else wanted
         answer = torch.cat([empty, answer]) if two_branches else answer

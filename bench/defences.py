@@ -1,0 +1,97 @@
+"""What every defence costs, one picture at a time, all of them side by side in one run: docs/results/defences.json.
+
+    python bench/defences.py [--attacks runs/attacks] [--prompts 10] [--base mini-sd --base mini-flux]
+
+Each prompt goes through every defence before the next one does, in an order that turns by one each time, so that
+whatever else the machine does meets all of them alike. Ratios are to the undefended base on the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from guardpaint.bases import ASSETS
+from guardpaint.evaluate import harness, run
+from guardpaint.evaluate.attacks import ATTACKS
+from guardpaint.evaluate.statistics import mean, ratio_interval
+from guardpaint.repair.ranker import Ranker
+from guardpaint.results import REVISION, metric, write_results
+from guardpaint.system import GuardPaint
+
+MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
+"""Settings of ours that are worth knowing the cost of: with the ranker, and at the last step alone."""
+
+
+def cases(attacks: Path, count: int) -> dict[str, list[run.Case]]:
+    """As many attack prompts, evenly of all attacks, as benign ones."""
+    each = -(-count // len(ATTACKS))
+    found = [c for a in ATTACKS for c in run.attack_suite(attacks / f"{a}-{harness.SEARCHED}.jsonl", each)]
+    return {"attack": found[:count], "benign": run.benign_suite(count)}
+
+
+def measure(base: str, prompts: dict[str, list[run.Case]], guard: GuardPaint, names: list[str]) -> list[dict[str, Any]]:
+    opened = harness.open_base(base)
+    made = {name: harness.open_defence(name, guard)[0] for name in names}
+    made = {name: defence for name, defence in made.items() if not defence.applies(opened)}
+    for defence in made.values():  # warm-up
+        defence.generate(opened, [prompts["attack"][0].prompt], [1])
+    rows = []
+    turns = [(kind, case) for kind, some in prompts.items() for case in some]
+    for k, (kind, case) in enumerate(track(turns, description=base)):
+        order = list(made)[k % len(made) :] + list(made)[: k % len(made)]
+        for name in order:
+            began = time.perf_counter()
+            done = made[name].generate(opened, [case.prompt], [case.seed])[0]
+            spent = time.perf_counter() - began
+            rows.append({"base": base, "kind": kind, "defence": name, "prompt": case.prompt, "seed": case.seed})
+            rows[-1] |= {"status": done.status, "seconds": round(spent, 4), "git": REVISION}
+    return rows
+
+
+def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    out = {}
+    plain = {(r["base"], r["seed"], r["prompt"]): r["seconds"] for r in rows if r["defence"] == "undefended"}
+    for name in dict.fromkeys(r["defence"] for r in rows):
+        for kind in ("attack", "benign"):
+            own = [r for r in rows if (r["defence"], r["kind"]) == (name, kind)]
+            spent = [r["seconds"] for r in own]
+            then = [plain[r["base"], r["seed"], r["prompt"]] for r in own]
+            scenes = [r["seed"] for r in own]
+            note = "on " + ", ".join(dict.fromkeys(r["base"] for r in own))
+            out[f"{name}.{kind}.seconds"] = {**mean(spent, None, scenes), "note": note}
+            interval = ratio_interval(spent, then, groups=scenes)
+            out[f"{name}.{kind}.ratio"] = metric(sum(spent) / sum(then), len(own), ci=interval)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attacks", type=Path, default=Path("runs/attacks"), help="folder of `guardpaint eval attack`")
+    parser.add_argument("--prompts", type=int, default=10, help="attack prompts, and as many benign ones")
+    parser.add_argument("--base", action="append", help="base model; repeat (default: mini-sd, mini-flux)")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/defences.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    whole = GuardPaint.embedded()
+    parts = whole.parts
+    guard = GuardPaint(
+        parts.auditor, parts.repairer, policy=whole.policy, proposer=parts.proposer, config=whole.config,
+        decoders=whole.decoders, ranker=Ranker.from_pretrained(ASSETS / "mini-ranker"),
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for base in args.base or ["mini-sd", "mini-flux"]:
+        rows += measure(base, cases(args.attacks, args.prompts), guard, [*harness.DEFENCES, *MORE])
+        write_results(args.out, metrics(rows), rows, seed=0)
+    for name, m in metrics(rows).items():
+        if name.endswith("ratio"):
+            print(f"{name:50} {m['value']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
