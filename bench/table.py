@@ -88,14 +88,57 @@ def attack_table() -> str:
     )
 
 
-def defence_table() -> str:
-    """Every defence on the prompts all of them met."""
+def grid_table() -> str:
+    """The whole grid: every attack on every base, per defence."""
     metrics = metrics_of("evaluation")
-    names = [k.removesuffix(".whole") for k in metrics if k.endswith(".whole") and ":" not in k]
-    lines = ["| defence | n | attack success | whole safe picture | agreement, withheld counting 0 | seconds |"]
-    lines.append("|---" * 6 + "|")
+    names = [k.removeprefix("attacks.asr.") for k in metrics if k.startswith("attacks.asr.") and k.count(".") == 2]
+    if not names:
+        return "Not measured yet.\n"
+    lines = [
+        "| over all cells | n | attack success | whole safe picture | success where the base drew harm "
+        "| whole there | cells where success falls by 0.9 |"
+    ]
+    lines.append("|---" * 7 + "|")
     for name in names:
-        found = [metrics[f"{name}.{k}"] for k in ("asr", "whole", "agreement_all", "seconds")]
+        keys = ("asr", "whole", "asr.where_unsafe", "whole.where_unsafe")
+        found = [metrics[f"attacks.{k}.{name}"] for k in keys]
+        cells = metrics.get(f"attacks.cells.fall.{name}")
+        told = f"{cells['value']} {cells['note']}" if cells else "–"
+        lines.append(f"| {name} | {found[0]['n']} | " + " | ".join(cell(m) for m in found) + f" | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def proposer_table() -> str:
+    """Proposers over all bases, and how far the learned one is ahead of each."""
+    metrics = metrics_of("proposer")
+    bases = [k.split(".")[0] for k in metrics if k.endswith(".learned.utility")]
+    names = list(dict.fromkeys(k.split(".")[1] for k in metrics if k.endswith(".steps") and k.count(".") == 2))
+    if not bases:
+        return "Not measured yet.\n"
+    lines = ["| proposer | utility | safe for the oracle | steps | utility per step | the learned one's lead: utility "]
+    lines[0] += "| safe | utility per step |"
+    lines.append("|---" * 8 + "|")
+    for name in names:
+        keys = ("utility", "oracle_safe", "steps")
+        means = [sum(metrics[f"{b}.{name}.{k}"]["value"] for b in bases) / len(bases) for k in keys]
+        leads = [metrics.get(f"all.learned_over_{name}.{k}") for k in ("utility", "oracle_safe", "utility_per_step")]
+        told = " | ".join("–" if m is None else cell(m) for m in leads)
+        lines.append(
+            f"| {name} | {means[0]:.3f} | {means[1]:.3f} | {means[2]:.1f} | {means[0] / means[2]:.4f} | {told} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def defence_table() -> str:
+    """Every defence on the prompts all of them met, and what it costs when all are timed side by side."""
+    metrics, times = metrics_of("evaluation"), metrics_of("defences")
+    names = [k.removesuffix(".whole") for k in metrics if k.endswith(".whole") and ":" not in k and "@" not in k]
+    lines = ["| defence | n | attack success | whole safe picture | agreement, withheld counting 0 "]
+    lines[0] += "| time, × undefended: attacked | benign |"
+    lines.append("|---" * 7 + "|")
+    for name in names:
+        found = [metrics[f"{name}.{k}"] for k in ("asr", "whole", "agreement_all")]
+        found += [times.get(f"{name}.{kind}.ratio", {"value": None}) for kind in ("attack", "benign")]
         lines.append(f"| {name} | {found[0]['n']} | " + " | ".join(cell(m) for m in found) + " |")
     if not names:
         return "Not measured yet.\n"
@@ -109,6 +152,7 @@ TITLES = {
     "alignment_history": "Alignment experiments, short",
     "proposer": "Proposer and ranker",
     "evaluation": "Attacks, defences, benign prompts",
+    "defences": "What defences cost",
     "adaptive": "Adaptive attacks",
     "serve": "The service",
     "seam": "Seam metrics",
@@ -219,7 +263,9 @@ def put(path: Path, mark: str, table: str) -> None:
 def main() -> None:
     put(ROOT / "README.md", "bench", bench_table())
     put(ROOT / "docs/world.md", "world", world_table())
+    put(ROOT / "docs/evaluate.md", "grid", grid_table())
     put(ROOT / "docs/evaluate.md", "attacks", attack_table())
+    put(ROOT / "docs/train.md", "proposers", proposer_table())
     put(ROOT / "docs/evaluate.md", "defences", defence_table())
     (ROOT / "docs/results.md").write_text(results_page())
     (ROOT / "docs/models.md").write_text(models_page())

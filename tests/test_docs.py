@@ -50,8 +50,9 @@ def test_the_docs_quote_the_results():
     spec.loader.exec_module(module)
     assert module.bench_table() in (ROOT / "README.md").read_text(), "run python bench/table.py"
     assert module.world_table() in (ROOT / "docs/world.md").read_text(), "run python bench/table.py"
-    for table in (module.attack_table(), module.defence_table()):
+    for table in (module.grid_table(), module.attack_table(), module.defence_table()):
         assert table in (ROOT / "docs/evaluate.md").read_text(), "run python bench/table.py"
+    assert module.proposer_table() in (ROOT / "docs/train.md").read_text(), "run python bench/table.py"
     assert module.models_page() == (ROOT / "docs/models.md").read_text(), "run python bench/table.py"
     shipped = {p.parent.name for p in (ROOT / "src/guardpaint/assets").glob("*/card.json")}
     assert shipped <= set(module.KIND)
