@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from guardpaint.bases import ASSETS
 from guardpaint.evaluate import harness, run
 from guardpaint.evaluate.attacks import ATTACKS
 from guardpaint.evaluate.statistics import mean, ratio_interval
-from guardpaint.repair.ranker import Ranker
 from guardpaint.results import REVISION, metric, write_results
 from guardpaint.system import GuardPaint
 
@@ -78,12 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/defences.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    whole = GuardPaint.embedded()
-    parts = whole.parts
-    guard = GuardPaint(
-        parts.auditor, parts.repairer, policy=whole.policy, proposer=parts.proposer, config=whole.config,
-        decoders=whole.decoders, ranker=Ranker.from_pretrained(ASSETS / "mini-ranker"),
-    )  # fmt: skip
+    guard = GuardPaint.embedded()
     rows: list[dict[str, Any]] = []
     for base in args.base or ["mini-sd", "mini-flux"]:
         rows += measure(base, cases(args.attacks, args.prompts), guard, [*harness.DEFENCES, *MORE])

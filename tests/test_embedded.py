@@ -96,8 +96,10 @@ def test_a_default_guard_takes_the_proposer_it_is_told(tmp_path):
             bases.assemble_guard(settings, assets, proposer="learned")
     knobs = {"cfg": 4.0, "dilation": 0.7, "feather": 0.2, "jitter": 0.0, "depth": 3, "seed_offset": 0}
     made = bases.assemble_guard(settings, assets, proposer="optimised", knobs=knobs)
-    proposer = GuardPaint.from_pretrained(made).parts.proposer
-    assert proposer.name == "optimised" and proposer.knobs.depth == 3
+    guard = GuardPaint.from_pretrained(made)
+    assert guard.parts.proposer.name == "optimised" and guard.parts.proposer.knobs.depth == 3
+    assert guard.config.keep == 0 and "ranker" not in guard.weight_hashes()
+    assert "ranker" in guard.configured(keep=3).weight_hashes(), "it comes along, and is asked when told so"
 
 
 def calibration(levels: tuple[float, float, float]) -> Calibration:

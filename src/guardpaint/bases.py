@@ -203,8 +203,8 @@ def assemble_guard(
 ) -> Path:
     """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets.
 
-    The proposer is learned (the one in the assets), uniform, or has a name and fixed knobs. A ranker comes along where
-    the settings leave candidates out.
+    The proposer is learned (the one in the assets), uniform, or has a name and fixed knobs. A ranker in the assets
+    comes along; whether it is asked is a setting.
     """
     guard = assets / GUARD.name
     parts = {"auditor": AUDITOR, "policy.yaml": "policy.yaml"}
@@ -215,7 +215,8 @@ def assemble_guard(
     if (assets / SAFE_INPAINTER / LORA).exists():
         parts[f"repairer/{LORA}"] = f"{SAFE_INPAINTER}/{LORA}"
     parts |= {"proposer": PROPOSER} if proposer == "learned" else {}
-    parts |= {"ranker": RANKER} if settings.get("keep") else {}
+    ranked = bool(settings.get("keep")) or (assets / RANKER).exists()
+    parts |= {"ranker": RANKER} if ranked else {}
     for name in parts.values():
         if not (assets / name).exists():
             raise BadInput(f"the default guard needs {assets / name}; train and adopt it first")
@@ -226,7 +227,7 @@ def assemble_guard(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(os.path.relpath(assets / name, path.parent), target_is_directory=(assets / name).is_dir())
     manifest = {"version": 1, "config": settings, "decoders": decoders, "repairer": "inpainter"}
-    manifest |= {"proposer": proposer, "ranker": bool(settings.get("keep"))} | ({"knobs": knobs} if knobs else {})
+    manifest |= {"proposer": proposer, "ranker": ranked} | ({"knobs": knobs} if knobs else {})
     write_json(guard / "guardpaint.json", manifest)
     return guard
 

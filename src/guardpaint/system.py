@@ -245,9 +245,9 @@ class GuardPaint:
         return audit
 
     def weight_hashes(self) -> dict[str, str]:
-        """SHA-256 of the weights of each component that has any; computed once."""
+        """SHA-256 of the weights of each component that has any and is asked; computed once."""
         if not self._weights:
-            for name in ("auditor", "proposer", "ranker"):
+            for name in ("auditor", "proposer", *(("ranker",) if self.config.keep else ())):
                 part = getattr(self.parts, name)
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)

@@ -111,9 +111,10 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
         guard = open_guard(str(Path(folder).resolve()) if Path(folder).is_dir() else folder)
     if guard is None:
         raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
+    asked = guard
     if kind in GUARDED:
         variant = guarded.variants(guard)[kind]
-        ready = changed(variant.guard, options)
+        asked = ready = changed(variant.guard, options)
         own_rule = any(o.startswith("reinsertion=") for o in options.split(","))
         rules = None if own_rule else variant.reinsertion
         made: Defence = replace(variant, guard=ready, name=name, reinsertion=rules)
@@ -125,7 +126,7 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
         settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict()}
         settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
-    return made, short_hash(settings, guard.weight_hashes(), list(guard.parts.auditor.sizes), decoders)
+    return made, short_hash(settings, asked.weight_hashes(), list(guard.parts.auditor.sizes), decoders)
 
 
 def open_suites(
