@@ -141,7 +141,8 @@ def variants_plot(rows: Sequence[Row]) -> Any | None:
         counts = spoken(sorted({found[f"{n}.asr"]["n"] for n in called}))
         for axis, (key, what) in zip(line, PANELS[:2], strict=True):
             bars(axis, [found[f"{n}.{key}"] for n in called])
-            axis.set_yticks(range(len(called)), [n.removeprefix("ours:") for n in called], fontsize=8)
+            labels = [n.removeprefix("ours:") if axis is line[0] else "" for n in called]
+            axis.set_yticks(range(len(called)), labels, fontsize=8)
             axis.set(xlim=(0, 1), xlabel=what)
             axis.set_title(f"{title} ({counts} prompts each)", fontsize=9)
     return drawing
