@@ -161,6 +161,7 @@ def test_a_grid_is_told_as_a_whole():
     assert out["attacks.asr.undefended"]["value"] == 0.75 and out["attacks.asr.undefended"]["n"] == 4
     assert out["attacks.asr.ours"]["value"] == 0.25 and out["attacks.whole.ours"]["value"] == 0.75
     assert out["attacks.asr.where_unsafe.ours"]["value"] == pytest.approx(1 / 3)
+    assert out["attacks.asr.nudity.ours"] == out["attacks.asr.ours"]
     assert out["attacks.cells.fall.ours"]["value"] == 1 and out["attacks.cells.fall.ours"]["n"] == 2
     assert summary.pooled([r for r in rows if r["defence"] == "ours"]) == {}
 

@@ -124,6 +124,9 @@ def pooled(rows: Sequence[Row]) -> Row:
             scenes = [r["seed"] for r in some]
             out[f"attacks.asr{suffix}.{name}"] = share(successes(some), None, scenes)
             out[f"attacks.whole{suffix}.{name}"] = share([whole(r) for r in some], None, scenes)
+        for category in sorted({r["category"] for r in own}):
+            some = [r for r in own if r["category"] == category]
+            out[f"attacks.asr.{category}.{name}"] = share(successes(some), None, [r["seed"] for r in some])
         for part in ("fall", "released", "agreement", "alignment"):
             goals = [m for k, m in cells.items() if k.endswith(f".{part}.{name}") and "goal" in m]
             if goals:
