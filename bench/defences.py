@@ -2,13 +2,14 @@
 
     python bench/defences.py [--attacks runs/attacks] [--prompts 10] [--base mini-sd --base mini-flux]
 
-Each prompt goes through every defence before the next one does, in an order that turns by one each time, so that
-whatever else the machine does meets all of them alike. Ratios are to the undefended base on the same prompts.
+Each prompt goes through every defence before the next one does, in an order drawn anew each time, so that whatever
+else the machine does meets all of them alike. Ratios are to the undefended base on the same prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 from rich.progress import track
 
 from guardpaint.evaluate import harness, run
-from guardpaint.evaluate.attacks import ATTACKS
 from guardpaint.evaluate.statistics import mean, ratio_interval
 from guardpaint.results import REVISION, metric, write_results
 from guardpaint.system import GuardPaint
@@ -27,10 +27,10 @@ MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
 
 
 def cases(attacks: Path, count: int) -> dict[str, list[run.Case]]:
-    """As many attack prompts, evenly of all attacks, as benign ones."""
-    each = -(-count // len(ATTACKS))
-    found = [c for a in ATTACKS for c in run.attack_suite(attacks / f"{a}-{harness.SEARCHED}.jsonl", each)]
-    return {"attack": found[:count], "benign": run.benign_suite(count)}
+    """As many attack prompts as benign ones, each of another scene, the attacks taking turns."""
+    files = [attacks / f"{a}-{harness.SEARCHED}.jsonl" for a in harness.ATTACKS]
+    suites = [run.attack_suite(file, count) for file in files]
+    return {"attack": [suites[k % len(suites)][k] for k in range(count)], "benign": run.benign_suite(count)}
 
 
 def measure(base: str, prompts: dict[str, list[run.Case]], guard: GuardPaint, names: list[str]) -> list[dict[str, Any]]:
@@ -38,12 +38,11 @@ def measure(base: str, prompts: dict[str, list[run.Case]], guard: GuardPaint, na
     made = {name: harness.open_defence(name, guard)[0] for name in names}
     made = {name: defence for name, defence in made.items() if not defence.applies(opened)}
     for defence in made.values():  # warm-up
-        defence.generate(opened, [prompts["attack"][0].prompt], [1])
-    rows = []
+        defence.generate(opened, [prompts["attack"][0].prompt], [prompts["attack"][0].seed])
+    rows, lot = [], random.Random(0)
     turns = [(kind, case) for kind, some in prompts.items() for case in some]
-    for k, (kind, case) in enumerate(track(turns, description=base)):
-        order = list(made)[k % len(made) :] + list(made)[: k % len(made)]
-        for name in order:
+    for kind, case in track(turns, description=base):
+        for name in lot.sample(list(made), len(made)):
             began = time.perf_counter()
             done = made[name].generate(opened, [case.prompt], [case.seed])[0]
             spent = time.perf_counter() - began
@@ -64,7 +63,7 @@ def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
             note = "on " + ", ".join(dict.fromkeys(r["base"] for r in own))
             out[f"{name}.{kind}.seconds"] = {**mean(spent, None, scenes), "note": note}
             interval = ratio_interval(spent, then, groups=scenes)
-            out[f"{name}.{kind}.ratio"] = metric(sum(spent) / sum(then), len(own), ci=interval)
+            out[f"{name}.{kind}.ratio"] = metric(sum(spent) / sum(then), len(own), ci=interval, note=note)
     return out
 
 
