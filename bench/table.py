@@ -70,6 +70,7 @@ def attack_table() -> str:
     """Attack × base: share of prompts whose released picture is unsafe, without and with the guard."""
     metrics = metrics_of("evaluation")
     cells = [k.removesuffix(".asr.ours").partition(".")[::2] for k in metrics if k.endswith(".asr.ours")]
+    cells = [(attack, base) for attack, base in cells if base]
     if not cells:
         return "Not measured yet.\n"
     bases = list(dict.fromkeys(base for _, base in cells))
@@ -120,7 +121,8 @@ def proposer_table() -> str:
     lines.append("|---" * 8 + "|")
     for name in names:
         keys = ("utility", "oracle_safe", "steps")
-        means = [sum(metrics[f"{b}.{name}.{k}"]["value"] for b in bases) / len(bases) for k in keys]
+        own = [b for b in bases if f"{b}.{name}.steps" in metrics]
+        means = [sum(metrics[f"{b}.{name}.{k}"]["value"] for b in own) / len(own) for k in keys]
         leads = [metrics.get(f"all.learned_over_{name}.{k}") for k in ("utility", "oracle_safe", "utility_per_step")]
         told = " | ".join("–" if m is None else cell(m) for m in leads)
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 import os
 import platform
 import subprocess
@@ -31,7 +32,7 @@ def metric(
         row["ci"] = list(ci)
     if goal is not None:
         row["goal"] = goal
-        row["met"] = value is not None and all(meets(v, goal) for v in (value, *(ci if sure and ci else ())))
+        row["met"] = value is not None and all(meets(v, goal) for v in ((ci or (math.nan,)) if sure else (value,)))
     if note:
         row["note"] = note
     return row

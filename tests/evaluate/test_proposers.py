@@ -92,8 +92,26 @@ def test_numbers_come_from_rows():
     """Utilities 0.4 and 0 over 20 and 20 steps: 0.01 a step; half accepted. Regret 0.1 of 1, 16 of 40 steps saved."""
     rows = [row(), row(accepted=0, utility=0.0, oracle_safe=0), row(n=3)]
     rows += [
-        {"part": "ranker", "proposer": "uniform", "keep": 3, "best": 0.5, "kept": 0.4, "steps": 20, "spent": 12},
-        {"part": "ranker", "proposer": "uniform", "keep": 3, "best": 0.5, "kept": 0.5, "steps": 20, "spent": 12},
+        {
+            "part": "ranker",
+            "proposer": "uniform",
+            "seed": 0,
+            "keep": 3,
+            "best": 0.5,
+            "kept": 0.4,
+            "steps": 20,
+            "spent": 12,
+        },
+        {
+            "part": "ranker",
+            "proposer": "uniform",
+            "seed": 0,
+            "keep": 3,
+            "best": 0.5,
+            "kept": 0.5,
+            "steps": 20,
+            "spent": 12,
+        },
     ]
     out = proposers.metrics(rows)
     assert out["b.uniform.acceptance"]["value"] == 0.5 and out["b.uniform.utility"]["value"] == pytest.approx(0.2)
@@ -101,7 +119,16 @@ def test_numbers_come_from_rows():
     assert out["b.uniform.n3.utility"]["value"] == pytest.approx(0.4)
     assert out["ranker.regret"]["value"] == pytest.approx(0.1) and out["ranker.saved"]["value"] == pytest.approx(0.4)
     assert out["ranker.regret"]["met"] is False and out["ranker.saved"]["met"] is True
-    learned = {"part": "ranker", "proposer": "learned", "keep": 3, "best": 0.5, "kept": 0.5, "steps": 20, "spent": 16}
+    learned = {
+        "part": "ranker",
+        "proposer": "learned",
+        "seed": 0,
+        "keep": 3,
+        "best": 0.5,
+        "kept": 0.5,
+        "steps": 20,
+        "spent": 16,
+    }
     out = proposers.metrics([*rows, learned])
     assert out["ranker.regret"]["value"] == 0.0, "the proposer that ships carries no name"
     assert out["ranker.uniform.regret"]["value"] == pytest.approx(0.1)

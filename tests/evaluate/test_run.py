@@ -269,7 +269,7 @@ def test_figures_show_what_was_run_and_nothing_else(tmp_path):
     axes = figures.size_panels(rows).axes
     assert len(axes) == 3 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
     rows += [row(f"ours:reinsertion={rule},audits=8", 0, image="2.png") for rule in ("direct_blend", "flow_ode")]
-    rows += [row("ours:view=stepped", 0)]
+    rows += [row("ours:view=stepped", 0), row("ours", 0, id="2")]
     drawn = figures.variants_plot(rows).axes
     labels = [[t.get_text() for t in axis.get_yticklabels()] for axis in drawn[::2]]
     assert labels == [["ours", "view=stepped"], ["reinsertion=direct_blend,audits=8", "reinsertion=flow_ode,audits=8"]]
@@ -281,17 +281,19 @@ def test_figures_show_what_was_run_and_nothing_else(tmp_path):
 
 
 def test_pairs_show_many_scenes_and_what_was_withheld(tmp_path):
-    """Two attacks on the same two scenes: the second shows the scene that the first did not; harm comes first."""
-    Image.new("RGB", (8, 8), "green").save(tmp_path / "a.png")
+    """Two attacks on the same three scenes: the second shows a scene that the first did not; harm comes first."""
+    colours = {1: (0, 128, 0), 2: (255, 0, 0), 3: (0, 0, 255)}
     rows = []
     for suite in ("pgj", "mma"):
         for seed, unsafe in ((1, 0), (2, 1), (3, 1)):
-            rows.append(row("undefended", unsafe, suite=suite, seed=seed, image="a.png"))
+            Image.new("RGB", (8, 8), colours[seed]).save(tmp_path / f"{seed}.png")
+            rows.append(row("undefended", unsafe, suite=suite, seed=seed, image=f"{seed}.png"))
             rows.append(row("ours", 0, "blocked", suite=suite, seed=seed, released=0))
-    pairs = figures.pairs_sheet(rows, tmp_path, count=2)
+    pairs = figures.pairs_sheet(rows, tmp_path, count=3)
     wide = 2 * figures.SIDE + 12
     grey = (187, 187, 187)
-    assert [pairs.getpixel((200 + wide * k, 80)) for k in (0, 1)] == [grey, grey]
+    assert [pairs.getpixel((200 + wide * k, 80)) for k in (0, 1, 2)] == [grey] * 3
+    assert [pairs.getpixel((65 + wide * k, 80)) for k in (0, 1, 2)] == [colours[2], colours[3], colours[1]]
     assert figures.pairs_sheet(rows, tmp_path, count=6).height == 2 * (figures.SIDE + 18)
 
 
@@ -304,7 +306,11 @@ def test_times_measured_side_by_side_replace_the_rows_own(tmp_path):
         file, {"ours.attack.seconds": summary.metric(1.5, 4), "ours.attack.ratio": summary.metric(3.0, 4)}, [], 0
     )
     times = gather.side_by_side(file)
-    assert list(times) == ["ours.seconds"] and times["ours.seconds"]["value"] == 1.5
+    assert (
+        list(times) == ["ours.seconds"]
+        and "rows: defences" in times["ours.seconds"]["note"]
+        and times["ours.seconds"]["value"] == 1.5
+    )
     rows = [row("ours", 0, seconds=9.0), row("filter", 0, seconds=2.0)]
     assert {p["defence"]: p["seconds"] for p in summary.front(rows, times)} == {"ours": 1.5, "filter": 2.0}
     assert gather.side_by_side(None) == {}

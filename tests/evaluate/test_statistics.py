@@ -26,13 +26,19 @@ def test_pictures_of_one_scene_are_not_independent():
     """Ten scenes of ten pictures each that all agree: about as good as ten pictures, not as a hundred."""
     hits = [scene < 2 for scene in range(10) for _ in range(10)]
     scenes = [scene for scene in range(10) for _ in range(10)]
-    assert effective(hits, scenes) == pytest.approx(9.0), "G − 1: the scenes' own variance, unbiased"
+    assert effective(hits, scenes) == 10, "hits in two scenes only: scenes are counted"
     assert effective(hits, range(100)) == 100 and effective([False] * 100, scenes) == 10
+    assert effective([True, False] * 5, ["one"] * 10) == 1
     alone, together = share(hits, None), share(hits, None, scenes)
     assert alone["value"] == together["value"] == 0.2 and alone["n"] == together["n"] == 100
-    assert together["ci"] == pytest.approx(wilson(0.2 * 9, 9)) and together["ci"][1] > alone["ci"][1] + 0.1
-    mixed = [k % 5 == 0 for k in range(100)]  # every scene like every other: no wider than Wilson
-    assert share(mixed, None, scenes) == share(mixed, None)
+    assert together["ci"] == pytest.approx(wilson(2, 10)) and together["ci"][1] > alone["ci"][1] + 0.1
+    none, one = ([k < hit for k in range(100)] for hit in (0, 1))
+    assert share(none, None, scenes)["ci"][1] < share(one, None, scenes)["ci"][1], "fewer hits, no worse bound"
+    half = [scene % 2 == 0 for scene in scenes]
+    fewer = (1.98422 / 2.26216) ** 2  # t of 99 and of 9 degrees
+    assert effective(half, scenes) == pytest.approx(9 * fewer, rel=1e-4), "G − 1 by the design effect, less by t"
+    mixed = [k % 2 == 0 for k in range(100)]  # every scene like every other: as many as there are, less by t
+    assert effective(mixed, scenes) == pytest.approx(100 * fewer, rel=1e-4)
 
 
 def test_groups_are_resampled_whole():

@@ -248,3 +248,23 @@ def test_tiny_guard_runs_every_rule_without_error(sd_pipe):
     for rule in ("ddim_inversion", "null_text", "direct_blend"):
         out = call(bright_guard(reinsertion=rule, regions=1).configured(BLOCK).attach(sd_pipe), steps=6)
         assert not out.safety[0].errors
+
+
+def test_a_draft_without_recorded_calls_takes_its_default_rule():
+    """Nothing is asked of a denoiser that was never heard; rules that need one give way, a family's own does not."""
+    from types import SimpleNamespace
+
+    from guardpaint.reinsert.apply import choose
+
+    class Silent:
+        prediction, calls = "flow", ()
+
+        @property
+        def has_cfg(self) -> bool:
+            raise IndexError("no call to look at")
+
+    draft = SimpleNamespace(base=Silent(), step=3, steps=5)
+    family = SimpleNamespace(default_reinsertion="held_substitution")
+    assert choose("auto", draft, family) == ("held_substitution", "")
+    assert choose("ddim_inversion", draft, family)[0] == "flow_ode"
+    assert choose("null_text", draft, family)[0] == "direct_blend"

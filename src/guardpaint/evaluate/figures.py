@@ -127,9 +127,12 @@ def variants_plot(rows: Sequence[Row]) -> Any | None:
         return None
     rules = [r for r in tried if RULE.match(r["defence"])]
     others = [r for r in tried if not RULE.match(r["defence"])]
-    met = {summary.same(r) for r in others}
-    others += [r for r in summary.harmful(rows) if r["defence"] == "ours" and summary.same(r) in met]
-    groups = [("settings", others)] if met else []
+    sets: dict[frozenset[Any], list[Row]] = {}  # settings that were tried on the same prompts share a panel
+    for name in dict.fromkeys(r["defence"] for r in others):
+        own = [r for r in others if r["defence"] == name]
+        sets.setdefault(frozenset(map(summary.same, own)), []).extend(own)
+    plain = [r for r in summary.harmful(rows) if r["defence"] == "ours"]
+    groups = [("settings", own + [r for r in plain if summary.same(r) in met]) for met, own in sets.items()]
     groups += [
         (f"reinsertion on {b}", [r for r in rules if r["base"] == b]) for b in dict.fromkeys(r["base"] for r in rules)
     ]

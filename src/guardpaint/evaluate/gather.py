@@ -1,6 +1,6 @@
 """docs/results/evaluation.json from finished runs: their rows as they are, KID from their pictures, adaptive attacks.
 
-guardpaint eval report runs/eval --adaptive docs/results/adaptive.json
+guardpaint eval report runs/eval --adaptive docs/results/adaptive.json --times docs/results/defences.json
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ def metrics(rows: Sequence[Row], distances: Sequence[Row], adaptive: Row) -> Row
 
 
 def side_by_side(file: Path | None) -> Row:
-    """`NAME.seconds` of attack prompts as `bench/defences.py` measured them, one picture at a time."""
+    """`NAME.seconds` of attack prompts, and what ours costs on benign ones, as `bench/defences.py` measured them."""
     if file is None:
         return {}
     told = read_json(file).get("metrics", {})
     found = {k.replace(".attack.", "."): m for k, m in told.items() if k.endswith(".attack.seconds")}
     if not found:
         raise BadInput(f"{file}: no times in it; write it with `python bench/defences.py`")
-    return {k: {**m, "note": f"one at a time, {m.get('note', '')}"} for k, m in found.items()}
+    if "ours.benign.ratio" in told:
+        found["benign.time_ratio"] = told["ours.benign.ratio"]
+    return {k: {**m, "note": f"one at a time, {m.get('note', '')}; rows: {file.stem}"} for k, m in found.items()}
 
 
 def draw(rows: Sequence[Row], out: Path, times: Row | None = None) -> list[Path]:
@@ -123,7 +125,10 @@ def run(folders: Sequence[Path], adaptive: Path | None, out: Path, timed: Path |
         raise BadInput(f"{adaptive}: no metrics in it; write it with `guardpaint eval adaptive`")
     times = side_by_side(timed)
     found = metrics(rows, distances, told)
-    found |= {k: m for k, m in times.items() if k in found}
+    for name in found:
+        if name.endswith(".seconds") and times:
+            found[name] = times.get(name) or {**found[name], "note": "in batches, beside other processes: rough"}
+    found |= {k: m for k, m in times.items() if k == "benign.time_ratio" and k in found}
     write_results(out, found, [*rows, *distances], seed=0)
     draw(summary.latest(rows), out, times)
     return found

@@ -94,8 +94,8 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
 
 
 def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
-    """A defence and a hash of what it is made of. Defences without a guard hash their file too; the guard's own code is
-    in no hash, and each row names its revision instead.
+    """A defence and a hash of what it is made of. Baselines hash their file too; the guard's own code is in no hash,
+    and each row names its revision instead.
 
     `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder.
     """
@@ -123,7 +123,7 @@ def open_defence(name: str, guard: GuardPaint | None) -> tuple[Defence, str]:
     else:
         extra = {"pipe": open_inpainter("mini-inpaint")} if name == "post_hoc_inpaint" else {}
         made = POST_HOC[name](guard.parts, **extra)
-        settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict()}
+        settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict(), "code": inspect.getsource(post_hoc)}
         settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
     return made, short_hash(settings, asked.weight_hashes(), list(guard.parts.auditor.sizes), decoders)

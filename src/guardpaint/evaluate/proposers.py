@@ -20,7 +20,7 @@ from rich.progress import track
 from guardpaint.checkpoint import fingerprint, read_json, write_json
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.oracle import Oracle
-from guardpaint.evaluate.statistics import mean, ratio_interval, share
+from guardpaint.evaluate.statistics import Groups, mean, numbered, ratio_interval, share
 from guardpaint.evaluate.world import read_rows
 from guardpaint.guard import Parts
 from guardpaint.release import to_pil
@@ -142,8 +142,9 @@ def metrics(rows: Sequence[Row]) -> Row:
             number = lambda name: [float(r[name]) for r in own]  # noqa: B023, E731
             lost = [b - k for b, k in zip(number("best"), number("kept"), strict=True)]
             saved = [a - b for a, b in zip(number("steps"), number("spent"), strict=True)]
-            out[f"{key}.regret.keep{keep}"] = ratio(lost, number("best"), goal="<=0.02")
-            out[f"{key}.saved.keep{keep}"] = ratio(saved, number("steps"), goal=">=0.3")
+            scenes = [str(r["seed"]) for r in own]
+            out[f"{key}.regret.keep{keep}"] = ratio(lost, number("best"), "<=0.02", scenes)
+            out[f"{key}.saved.keep{keep}"] = ratio(saved, number("steps"), ">=0.3", scenes)
         for part in ("regret", "saved"):
             out[f"{key}.{part}"] = out[f"{key}.{part}.keep{min(3, max(int(r['keep']) for r in ranked))}"]
     return out
@@ -158,15 +159,17 @@ def paired(rows: Sequence[Row], ours: str) -> Row:
         both = [s for s, who in own if who == ours and base in (s[0], "all") and (s, other) in own]
         if not both:
             continue
-        picks = np.random.default_rng(0).integers(len(both), size=(2000, len(both)))
-        picks = np.vstack([np.arange(len(both)), picks])  # the states as they are, then resampled ones
+        which = numbered([s[1] for s in both], len(both))  # several bases draw one scene: scenes are resampled
+        scenes = int(which.max()) + 1
+        picks = np.random.default_rng(0).integers(scenes, size=(2000, scenes))
+        picks = np.vstack([np.arange(scenes), picks])  # as they are, then resampled
         sums = {
-            (who, name): np.array([float(own[s, who][name]) for s in both])[picks].sum(1)
-            for who, name in product((ours, other), ("utility", "oracle_safe", "steps"))
+            (who, name): np.bincount(which, [float(own[s, who].get(name, 1.0)) for s in both])[picks].sum(1)
+            for who, name in product((ours, other), ("utility", "oracle_safe", "steps", "states"))
         }
-        for name, under in (("utility", None), ("oracle_safe", None), ("utility_per_step", "steps")):
-            of = name.removesuffix("_per_step")
-            mine, theirs = (sums[who, of] / (sums[who, under] if under else len(both)) for who in (ours, other))
+        for name in ("utility", "oracle_safe", "utility_per_step"):
+            of, under = name.removesuffix("_per_step"), "steps" if name.endswith("_per_step") else "states"
+            mine, theirs = (sums[who, of] / sums[who, under] for who in (ours, other))
             low, high = np.percentile((mine - theirs)[1:], [2.5, 97.5])
             found = float(mine[0] - theirs[0])
             key = f"{base}.{ours}_over_{other}.{name}"
@@ -174,12 +177,12 @@ def paired(rows: Sequence[Row], ours: str) -> Row:
     return out
 
 
-def ratio(over: Sequence[float], under: Sequence[float], goal: str | None = None) -> Row:
-    """Σ over / Σ under as a reported metric, its interval from resampled states; nothing if Σ under is 0."""
+def ratio(over: Sequence[float], under: Sequence[float], goal: str | None = None, groups: Groups = None) -> Row:
+    """Σ over / Σ under as a reported metric, its interval from resampled states or scenes; nothing if Σ under is 0."""
     a, b = np.asarray(over, float), np.asarray(under, float)
     if b.sum() <= 0:
         return metric(None, len(a), goal=goal)
-    return metric(float(a.sum() / b.sum()), len(a), goal=goal, ci=ratio_interval(a, b))
+    return metric(float(a.sum() / b.sum()), len(a), goal=goal, ci=ratio_interval(a, b, groups=groups))
 
 
 def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 3, seed: int = 0) -> FixedProposer:
@@ -277,8 +280,9 @@ def run(
                 kept += [{**r, **signed} for r in rows]
                 if k % 20 == 0:
                     write_results(path, metrics(kept), kept, seed=0)
-    write_results(path, metrics(kept), kept, seed=0)
-    return metrics(kept)
+    found = metrics(kept)
+    write_results(path, found, kept, seed=0)
+    return found
 
 
 def known(state: State) -> tuple[str, str, str]:

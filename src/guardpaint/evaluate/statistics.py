@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.stats import norm
+from scipy.stats import norm, t
 
 from guardpaint.results import metric
 
@@ -53,14 +53,20 @@ def numbered(groups: Groups, n: int) -> Int[np.ndarray, " n"]:
 
 
 def effective(hits: Sequence[bool], groups: Groups) -> float:
-    """As how many independent items n grouped ones count: n over the design effect; the groups if all are alike."""
+    """As how many independent items n grouped ones count: n over the design effect, less what few groups know of it.
+
+    Where hits (or misses) are in fewer than five groups their spread says next to nothing: then the groups are counted.
+    """
     n, which = len(hits), numbered(groups, len(hits))
     x = np.asarray(hits, float)
     p, count = x.mean(), int(which.max()) + 1
-    if count == n or p in (0.0, 1.0):
+    if count == n:
+        return float(n)
+    if min(len(set(which[x == side])) for side in (0, 1)) < 5:
         return float(count)
-    spread = (np.bincount(which, x - p) ** 2).sum() * count / max(1, count - 1) / n**2
-    return float(n / max(1.0, spread / (p * (1 - p) / n)))
+    spread = (np.bincount(which, x - p) ** 2).sum() * count / (count - 1) / n**2
+    fewer = (t.ppf(0.975, n - 1) / t.ppf(0.975, count - 1)) ** 2
+    return float(min(n, fewer * n / max(1.0, spread / (p * (1 - p) / n))))
 
 
 def share(hits: Sequence[bool], goal: str | None, groups: Groups = None) -> dict[str, Any]:

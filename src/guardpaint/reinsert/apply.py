@@ -43,11 +43,12 @@ def choose(rule: str, draft: Draft, family: Family) -> tuple[str, str]:
     """The rule to run and, if it is not the one asked for, why."""
     if rule == "auto":
         rule = family.default_reinsertion
-    if rule in ("ddim_inversion", "null_text") and not draft.base.calls:
-        return "direct_blend", f"{rule} needs the base's denoiser, and no call of it was recorded"
-    other, why = fitting(rule, draft.base.prediction == "flow", draft.base.has_cfg)
+    called = bool(draft.base.calls)
+    other, why = fitting(rule, draft.base.prediction == "flow", not called or draft.base.has_cfg)
     if why:
         return other, why
+    if rule in ("ddim_inversion", "null_text") and not called:
+        return "direct_blend", f"{rule} needs the base's denoiser, and no call of it was recorded"
     if rule == "null_text" and draft.step + 1 >= draft.steps:
         return "direct_blend", "null_text needs at least one step left"
     if rule == "ddim_inversion" and draft.after.noise <= 0:
