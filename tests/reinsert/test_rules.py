@@ -250,21 +250,20 @@ def test_tiny_guard_runs_every_rule_without_error(sd_pipe):
         assert not out.safety[0].errors
 
 
-def test_a_draft_without_recorded_calls_takes_its_default_rule():
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_a_draft_without_recorded_calls_takes_its_default_rule(name):
     """Nothing is asked of a denoiser that was never heard; rules that need one give way, a family's own does not."""
-    from types import SimpleNamespace
-
+    from guardpaint import tiny
+    from guardpaint.draft.conditioning import BaseModel
+    from guardpaint.draft.families import family_of
     from guardpaint.reinsert.apply import choose
+    from guardpaint.types import Draft
 
-    class Silent:
-        prediction, calls = "flow", ()
-
-        @property
-        def has_cfg(self) -> bool:
-            raise IndexError("no call to look at")
-
-    draft = SimpleNamespace(base=Silent(), step=3, steps=5)
-    family = SimpleNamespace(default_reinsertion="held_substitution")
-    assert choose("auto", draft, family) == ("held_substitution", "")
-    assert choose("ddim_inversion", draft, family)[0] == "flow_ode"
+    pipe = tiny.pipeline(name)
+    family = family_of(pipe)
+    base = BaseModel(pipe, pipe.vae, family, pipe.scheduler, calls=(), image=0, batch=1, guidance=1.0)
+    zero, level = torch.zeros(4, 8, 8), Level(0.5, 0.5, 0.5)
+    draft = Draft(3, 6, zero, zero, zero, level, level, base)
+    assert choose("auto", draft, family) == (family.default_reinsertion, "")
+    assert choose("ddim_inversion", draft, family)[0] == ("flow_ode" if name == "flux" else "direct_blend")
     assert choose("null_text", draft, family)[0] == "direct_blend"
