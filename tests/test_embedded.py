@@ -120,3 +120,19 @@ def test_the_default_guard_tightens_thresholds_for_the_finished_picture_alone():
 def test_masks_stay_at_their_percentile_where_the_calibrated_level_covers_everything():
     found = bases.calibrated_settings(calibration((0.004, 0.05, 0.01)))
     assert GuardConfig.from_dict({**GuardConfig().to_dict(), **found}).mask_threshold == "percentile"
+
+
+def test_weights_are_the_same_whatever_the_threads():
+    """Fused adapters are sums of products: without care their last bits follow the number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found.append(GuardPaint.embedded().weight_hashes())
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+    assert found[0] == found[1]

@@ -70,6 +70,7 @@ def load_base(name: str) -> Any:
 
 def fuse(pipe: Any, folder: Path) -> None:
     """Merge the LoRA of a folder into a pipeline; it may be for the denoiser alone."""
+    import torch
     from diffusers.utils import logging
 
     level = logging.get_verbosity()
@@ -78,7 +79,12 @@ def fuse(pipe: Any, folder: Path) -> None:
         pipe.load_lora_weights(folder, weight_name=LORA)
     finally:
         logging.set_verbosity(level)
-    pipe.fuse_lora()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a product's last bits depend on who shares it, and weights are to be the same everywhere
+    try:
+        pipe.fuse_lora()
+    finally:
+        torch.set_num_threads(threads)
     pipe.unload_lora_weights()
 
 
