@@ -13,7 +13,7 @@ def test_wilson_by_hand():
     """8 of 10 at z = 1.96: (0.8 + 0.19208 ± 1.96·√(0.016 + 0.0096))/1.38416 → 0.4902, 0.9433."""
     low, high = wilson(8, 10)
     assert low == pytest.approx(0.4902, abs=1e-3) and high == pytest.approx(0.9433, abs=1e-3)
-    assert wilson(0, 0) == (0.0, 1.0) and wilson(0, 20)[0] == 0.0
+    assert wilson(0, 0) == (0.0, 1.0) and wilson(0, 113.7)[0] == 0.0 and wilson(113.7, 113.7)[1] == 1.0
 
 
 def test_bootstrap_covers_the_mean_and_is_repeatable():

@@ -23,7 +23,7 @@ def wilson(hits: float, n: float, level: float = 0.95) -> tuple[float, float]:
     p = hits / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return 0.0 if hits <= 0 else max(0.0, centre - half), 1.0 if hits >= n else min(1.0, centre + half)
 
 
 def bootstrap(
