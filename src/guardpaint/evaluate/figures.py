@@ -77,9 +77,12 @@ def front_plot(rows: Sequence[Row], times: Times = None) -> Any:
         axis.scatter(*place, s=area(point["seconds"]), color=colour, alpha=0.7, lw=0)
         beside.setdefault((round(place[0], 2), round(place[1], 2)), []).append(point["defence"])
     middle = sum(axis.get_xlim()) / 2
+    written: list[tuple[float, float]] = []
     for place, names in beside.items():  # names at one place share a label; it reaches into the picture
         left = place[0] > middle
-        axis.annotate("\n".join(names), place, fontsize=8, xytext=(-9 if left else 9, 7), va="center",
+        near = any(abs(place[0] - x) < 0.05 and abs(place[1] - y) < 0.03 for x, y in written)
+        written.append(place)
+        axis.annotate("\n".join(names), place, fontsize=8, xytext=(-9 if left else 9, -9 if near else 7), va="center",
                       ha="right" if left else "left", textcoords="offset points")  # fmt: skip
     for seconds in (0.5, 2.0):
         axis.scatter([], [], s=area(seconds), color="#4477aa", alpha=0.7, lw=0, label=f"{seconds:g} s a picture")
