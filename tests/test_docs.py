@@ -36,7 +36,8 @@ def test_results_keep_their_raw_rows(path):
     for name, m in data["metrics"].items():
         assert {"value", "n"} <= m.keys(), name
         if "goal" in m:
-            assert m["met"] == meets(m["value"], m["goal"]), name
+            ends = m["ci"] if m.get("by") == "interval" else [m["value"]]
+            assert m["met"] == all(meets(v, m["goal"]) for v in ends), name
 
 
 def test_bench_has_its_required_keys():
@@ -68,5 +69,8 @@ def test_links_lead_somewhere(path):
 def test_metric_goals():
     assert metric(0.03, 5, goal="<=0.04")["met"] and not metric(0.05, 5, goal="<=0.04")["met"]
     assert metric(None, 0, goal=">=1")["met"] is False
+    sure = metric(0.1, 5, goal=">0", ci=(0.01, 0.2), sure=True)
+    assert sure["met"] and sure["by"] == "interval" and not metric(0.1, 5, goal=">0", sure=True)["met"]
+    assert not metric(0.1, 5, goal=">0", ci=(-0.01, 0.2), sure=True)["met"]
     with pytest.raises(ValueError, match="about"):
         meets(1.0, "about 1")

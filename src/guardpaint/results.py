@@ -33,6 +33,8 @@ def metric(
     if goal is not None:
         row["goal"] = goal
         row["met"] = value is not None and all(meets(v, goal) for v in ((ci or (math.nan,)) if sure else (value,)))
+        if sure:
+            row["by"] = "interval"
     if note:
         row["note"] = note
     return row
