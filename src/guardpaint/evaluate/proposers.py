@@ -264,10 +264,10 @@ def run(
     kept = [r for r in read_rows(path) if r.get("guard") == whole and row_state(r) in there]
     for proposer in proposers:
         made_by = maker(guard, proposer, MOST)
-        judge = ranker if proposer.name in RANKED else None
-        ranked_by = fingerprint(judge) if judge is not None else ""
+        tried = ranker if proposer.name in RANKED else None
+        ranked_by = fingerprint(tried) if tried is not None else ""
         kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == made_by]
-        if judge is not None:  # another ranker: its contests are played anew
+        if tried is not None:  # another ranker: its contests are played anew
             theirs = [r for r in kept if r["part"] == "ranker" and r["proposer"] == proposer.name]
             told = {row_state(r) for r in theirs if r["ranker"] == ranked_by}
             kept = [r for r in kept if played_by(r) != proposer.name or row_state(r) in told]
@@ -275,7 +275,7 @@ def run(
         for base, own in states.items():
             todo = [s for s in own if known(s) not in done]
             for k, state in enumerate(track(todo, description=f"{base} {proposer.name}"), 1):
-                rows = measure(state, guard.parts, proposer, oracle, judge)
+                rows = measure(state, guard.parts, proposer, oracle, tried)
                 signed = {"guard": whole, "maker": made_by, "ranker": ranked_by, "git": REVISION}
                 kept += [{**r, **signed} for r in rows]
                 if k % 20 == 0:
