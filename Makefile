@@ -42,9 +42,9 @@ eval-small: $(STAMP)
 	$(BIN)/guardpaint eval adaptive --guard src/guardpaint/assets/guard --count 20 --disguises 2 --results runs/eval-small/adaptive.json
 	$(BIN)/guardpaint eval report runs/eval-small --adaptive runs/eval-small/adaptive.json --results runs/eval-small/evaluation.json
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packages/paperdolls/pyproject.toml packages/paperdolls/setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,bench]" -e packages/paperdolls
 	touch $(STAMP)
 
 clean:

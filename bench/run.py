@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
-from guardpaint.doubles import FlagsBright, PaintsFlat
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer
-from guardpaint.results import metric, write_results
-from guardpaint.system import GuardPaint
+from guardpaint.store.results import metric, write_results
+from guardpaint.guard import GuardPaint
 from guardpaint.types import Audit, Knobs, RepairRequest
 
 STEPS = 50
@@ -207,7 +207,7 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
 
     auditor = Benign(AuditorConfig()).eval()
     taesd = AutoencoderTiny().eval()
-    vae, text, tokenizer = full_vae(), full_text(), tiny.clip_tokenizer()
+    vae, text, tokenizer = full_vae(), full_text(), small.clip_tokenizer()
     unet = full_unet(4)
     shared = {
         "vae": vae,
@@ -294,12 +294,12 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
 @torch.no_grad()
 def embedded_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
     """The small models: batching, and Cost_t's terms against the whole."""
-    ratios = tournament_ratios(rows, "embedded size", tiny.inpainter(), 64, (2, 4, 6, 8, 10), repeats)
+    ratios = tournament_ratios(rows, "embedded size", small.inpainter(), 64, (2, 4, 6, 8, 10), repeats)
     metrics["embedded_tournament_n5_vs_n1"] = metric(ratios["n5_vs_n1"], repeats)
     metrics["embedded_tournament_batched_vs_sequential"] = metric(ratios["batched_vs_sequential"], repeats)
-    pipe = tiny.pipeline("sd")
+    pipe = small.pipeline("sd")
     policy = replace(Policy.default(), last_resort=("block",))
-    guard = GuardPaint(FlagsBright(), tiny.inpainter(), FixedProposer(), policy=policy)
+    guard = GuardPaint(FlagsBright(), small.inpainter(), FixedProposer(), policy=policy)
     twin = guard.attach(pipe)
     parts, whole = [], []
     for seed in range(repeats + 2):

@@ -26,17 +26,17 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from guardpaint.bases import load_base, settings
-from guardpaint.doubles import Raises
-from guardpaint.evaluate.oracle import Oracle
-from guardpaint.results import metric, write_results
+from paperdolls.bases import load_base, settings
+from guardpaint.testing.doubles import Raises
+from paperdolls.oracle import Oracle
+from guardpaint.store.results import metric, write_results
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
-from guardpaint.system import GuardPaint
-from guardpaint.world.captions import caption
-from guardpaint.world.scene import sample_scene
+from guardpaint.guard import GuardPaint
+from paperdolls.captions import caption
+from paperdolls.scene import sample_scene
 
 USER, OPERATOR = "bench-user-secret-1", "bench-operator-sec-2"
 KEYS = {USER: Key("bench", per_minute=100_000), OPERATOR: Key("olga", "operator", 100_000)}

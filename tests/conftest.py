@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook("guardpaint", "typecheck.checked")
+install_import_hook(["guardpaint", "paperdolls"], "typecheck.checked")
 
 import torch  # noqa: E402
 
-from guardpaint import tiny  # noqa: E402
+from guardpaint.testing import small  # noqa: E402
 
 torch.set_num_threads(1)
-FAMILIES = tuple(tiny.BASES)
+FAMILIES = tuple(small.BASES)
 _PIPES: dict[str, object] = {}
 
 
@@ -28,14 +28,14 @@ def family(request):
 def pipe(family):
     """One small random pipeline per family, made once; tests attach to it and must leave it alone."""
     if family not in _PIPES:
-        _PIPES[family] = tiny.pipeline(family)
+        _PIPES[family] = small.pipeline(family)
     return _PIPES[family]
 
 
 @pytest.fixture
 def sd_pipe():
     """A fresh SD pipeline a test may change."""
-    return tiny.pipeline("sd")
+    return small.pipeline("sd")
 
 
 @pytest.fixture

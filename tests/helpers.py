@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from guardpaint.config import GuardConfig
-from guardpaint.doubles import FlagsBright, PaintsFlat
-from guardpaint.system import GuardPaint
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
+from guardpaint.guard import GuardPaint
 
 SIZE = {"height": 64, "width": 64}
 
@@ -44,9 +44,9 @@ def captured(guard: GuardPaint) -> list:
 
 def small_inpainter(path):
     """A random inpainting pipeline of the world's own shape, saved."""
-    from guardpaint.train import recipes, vae
-    from guardpaint.train.recipe import GeneratorConfig
-    from guardpaint.world.tokenizer import train_tokenizer, world_captions
+    from paperdolls.models import recipes, vae
+    from paperdolls.models.recipe import GeneratorConfig
+    from paperdolls.tokenizer import train_tokenizer, world_captions
 
     words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
     config = GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.audit_log import verify_log
+from guardpaint.testing import small
+from guardpaint.loop.audit_log import verify_log
 
 ENV = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -161,7 +161,7 @@ def test_audit_refuses_bad_files_by_name(pictures, tmp_path):
 def test_doctor_passes_its_self_test():
     result = run("doctor", "--json")
     answer = json.loads(result.stdout)
-    assert result.returncode == 0 and answer["ok"] and len(answer["self_test"]) == 3 * len(tiny.BASES)
+    assert result.returncode == 0 and answer["ok"] and len(answer["self_test"]) == 3 * len(small.BASES)
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):

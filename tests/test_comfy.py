@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import guardpaint
-from guardpaint import tiny
-from guardpaint.comfy import guarded
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
+from guardpaint.testing import small
+from guardpaint.doors.comfy import guarded
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
 from guardpaint.draft.codec import vae_decode, vae_encode
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 NODES = Path(__file__).parents[1] / "integrations" / "comfyui" / "__init__.py"
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Vae:
     """ComfyUI's VAE on a real AutoencoderKL: pictures are [batch, h, w, 3], latents unscaled."""
 
     def __init__(self):
-        self.net = tiny.pipeline("sd").vae
+        self.net = small.pipeline("sd").vae
 
     def decode(self, z):
         return vae_decode(self.net, z / 2, CPU).movedim(1, -1)

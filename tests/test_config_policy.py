@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.config import GuardConfig, audited_steps
-from guardpaint.doubles import AlwaysSafe, PaintsFlat, constant_audit
+from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat, constant_audit
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 FIVE = Path(__file__).parents[1] / "configs" / "policies" / "five-categories.yaml"
 
@@ -77,7 +77,7 @@ def test_five_category_example():
     probs = {"safe": 0.6, "nudity": 0.05, "violence": 0.05, "self_harm": 0.22, "hate_symbols": 0.08}
     found = policy.finding(replace(constant_audit(0.1, "x", 64), probs=probs))
     assert found is not None and found.category == "self_harm", "per-category threshold 0.20"
-    auditor = tiny.auditor(categories=policy.names)
+    auditor = small.auditor(categories=policy.names)
     assert list(auditor.audit(torch.rand(1, 3, 64, 64), ["x"], 0.0)[0].probs) == list(policy.names)
     GuardPaint(auditor, PaintsFlat(), policy=policy)
     with pytest.raises(BadConfig, match="auditor knows"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from guardpaint.results import meets, metric
+from guardpaint.store.results import meets, metric
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,11 +13,11 @@ import torch
 from helpers import SIZE, bright_guard, call, captured, gen
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
 from guardpaint.errors import BadInput, UnsupportedPipeline, UnsupportedScheduler
 from guardpaint.policy import Policy
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
 
@@ -151,7 +151,7 @@ def test_embeddings_need_a_safety_prompt_to_be_repaired(sd_pipe):
 
 
 def test_prompt_2_is_part_of_the_safety_prompt():
-    from guardpaint.doors import image_prompts
+    from guardpaint.doors.attach import image_prompts
 
     assert image_prompts({"prompt": "a", "prompt_2": "b", "prompt_3": "a"}, None) == ["a b"]
     assert image_prompts({"prompt": ["a", "b"], "num_images_per_prompt": 2}, None) == ["a", "a", "b", "b"]
@@ -195,7 +195,7 @@ def test_custom_timesteps_and_sigmas(sd_pipe):
         assert torch.equal(plain, call(safe().attach(sd_pipe), steps=5, **kwargs).images)
         out = call(bright_guard().attach(sd_pipe), steps=5, **kwargs)
         assert not out.safety[0].errors and out.safety[0].triggered
-    flow = tiny.pipeline("sd3")
+    flow = small.pipeline("sd3")
     sigmas = [1.0, 0.8, 0.5, 0.2, 0.05]
     plain = call(flow, steps=5, sigmas=sigmas).images
     assert torch.equal(plain, call(safe().attach(flow), steps=5, sigmas=sigmas).images)
@@ -250,7 +250,7 @@ def test_an_inpainting_unet_as_base_repairs_natively():
     """A 9-channel base: the replayed call keeps its mask and masked-image channels."""
     from guardpaint.repair.native import NativeRepairer
 
-    pipe = tiny.inpainter().pipe
+    pipe = small.inpainter().pipe
     pipe.set_progress_bar_config(disable=True)
     guard = GuardPaint(FlagsBright(), NativeRepairer(), policy=BLOCK).configured(candidates=2, regions=1)
     out = guard.attach(pipe)(
@@ -263,7 +263,7 @@ def test_an_inpainting_unet_as_base_repairs_natively():
 def controlled(sd_pipe):
     """A ControlNet pipeline of the same parts."""
     control = diffusers.ControlNetModel(
-        block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=tiny.TEXT_WIDTH,
+        block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=small.TEXT_WIDTH,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
         conditioning_embedding_out_channels=(4, 8, 8),
     )  # fmt: skip
@@ -291,7 +291,7 @@ def test_controlnet(sd_pipe):
 def test_lora_and_ip_scale_keep_working(sd_pipe):
     from peft import LoraConfig
 
-    with tiny.seeded(3):
+    with small.seeded(3):
         sd_pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
     plain = call(sd_pipe).images
     assert torch.equal(plain, call(safe().attach(sd_pipe)).images)
@@ -310,7 +310,7 @@ def test_a_compiled_unet(sd_pipe):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_pipelines(family, dtype):
     """Scored in fp32; what comes back has the pipeline's dtype."""
-    half = tiny.pipeline(family).to(dtype)
+    half = small.pipeline(family).to(dtype)
     plain = call(half, steps=3).images
     assert torch.equal(plain, call(safe().attach(half), steps=3).images)
     out = call(bright_guard(regions=1).attach(half), steps=3, output_type="latent")
@@ -344,7 +344,7 @@ def test_a_stock_safety_checker_stays_in_place(sd_pipe):
         "patch_size": 16,
         "projection_dim": 8,
     }
-    with tiny.seeded(0):
+    with small.seeded(0):
         checker = StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=8))
     checker.concept_embeds_weights.data.fill_(-2.0)
     target = diffusers.StableDiffusionPipeline(
@@ -383,8 +383,8 @@ def test_interrupt_still_gets_a_final_verdict(sd_pipe):
 
 
 def test_two_threads_share_a_guard_without_mixing(family):
-    guard = bright_guard(repairer=tiny.inpainter(), candidates=2, regions=1).configured(BLOCK)
-    pipes = {s: tiny.pipeline(family, s) for s in (1, 2)}
+    guard = bright_guard(repairer=small.inpainter(), candidates=2, regions=1).configured(BLOCK)
+    pipes = {s: small.pipeline(family, s) for s in (1, 2)}
     alone = {s: call(guard.attach(pipes[s]), seed=s) for s in (1, 2)}
     together = {}
 
@@ -450,7 +450,7 @@ def test_finish_blocks_what_stays_flagged(sd_pipe):
 
 
 def test_watch_wants_flux_geometry_and_checks_it():
-    flux = tiny.pipeline("flux")
+    flux = small.pipeline("flux")
     with pytest.raises(BadInput, match="height"), safe().watch(flux):
         pass
     guard = safe()
@@ -461,14 +461,14 @@ def test_watch_wants_flux_geometry_and_checks_it():
 
 
 def test_a_watch_that_sees_nothing_complains(sd_pipe):
-    other = tiny.pipeline("sd")
+    other = small.pipeline("sd")
     with safe().watch(sd_pipe) as cb, pytest.raises(BadInput, match="did not pass through"):
         call(other, callback_on_step_end=cb)
 
 
 def test_sdxl_denoising_end_hands_on_a_noisy_latent():
     """A base that stops early: the verdict looks at x̂0, and a repair is noised to the level it hands on."""
-    pipe = tiny.pipeline("sdxl")
+    pipe = small.pipeline("sdxl")
     kwargs = {"denoising_end": 0.6, "output_type": "latent", "steps": 10}
     plain = call(pipe, **kwargs).images
     clean = call(safe().attach(pipe), **kwargs)
@@ -518,7 +518,7 @@ def test_finish_keeps_a_tuple_and_flags_it(sd_pipe):
 
 
 def test_an_unfinished_watch_is_remembered_and_logged(tmp_path, sd_pipe):
-    from guardpaint.audit_log import AuditLog, read_entries
+    from guardpaint.loop.audit_log import AuditLog, read_entries
 
     guard = safe()
     guard.audit_log = AuditLog(tmp_path / "log.jsonl")
@@ -529,7 +529,7 @@ def test_an_unfinished_watch_is_remembered_and_logged(tmp_path, sd_pipe):
 
 
 def test_watch_does_not_take_a_negative_prompt_for_the_prompt():
-    flux = tiny.pipeline("flux")
+    flux = small.pipeline("flux")
     embeds, pooled, _ = flux.encode_prompt("a cat", None, device="cpu")
     guard = safe()
     with guard.watch(flux, **SIZE) as cb:
@@ -543,7 +543,7 @@ def test_watch_does_not_take_a_negative_prompt_for_the_prompt():
 def test_flux_with_true_cfg_repairs_natively():
     from guardpaint.repair.native import NativeRepairer
 
-    flux = tiny.pipeline("flux")
+    flux = small.pipeline("flux")
     guard = bright_guard(repairer=NativeRepairer(), candidates=2, regions=1).configured(BLOCK)
     out = call(guard.attach(flux), negative_prompt="x", true_cfg_scale=2.0)
     assert not out.safety[0].errors and out.safety[0].steps[0].tournaments
@@ -573,8 +573,8 @@ def test_native_repair_without_guidance_beside_a_controlnet(sd_pipe):
 
 def adapter_weights(unet) -> dict:
     """Random IP-Adapter weights in the layout diffusers loads."""
-    dim, sizes = tiny.TEXT_WIDTH, unet.config.block_out_channels
-    with tiny.seeded(1):
+    dim, sizes = small.TEXT_WIDTH, unet.config.block_out_channels
+    with small.seeded(1):
         proj = {
             "proj.weight": torch.randn(4 * dim, dim),
             "proj.bias": torch.zeros(4 * dim),
@@ -599,7 +599,7 @@ def test_ip_adapter(sd_pipe, guidance):
 
     sd_pipe.unet._load_ip_adapter_weights([adapter_weights(sd_pipe.unet)])
     rows = 2 if guidance > 1 else 1
-    embeds = torch.randn(rows, 1, tiny.TEXT_WIDTH, generator=gen(3))
+    embeds = torch.randn(rows, 1, small.TEXT_WIDTH, generator=gen(3))
     kwargs = {"ip_adapter_image_embeds": [embeds], "guidance_scale": guidance}
     plain = call(sd_pipe, **kwargs).images
     assert not torch.equal(plain, call(sd_pipe, **{**kwargs, "ip_adapter_image_embeds": [-embeds]}).images)
@@ -612,8 +612,8 @@ def test_ip_adapter(sd_pipe, guidance):
 def test_sdxl_controlnet():
     from guardpaint.repair.native import NativeRepairer
 
-    pipe = tiny.pipeline("sdxl")
-    with tiny.seeded(2):
+    pipe = small.pipeline("sdxl")
+    with small.seeded(2):
         control = diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(4, 8, 8))
     parts = {k: v for k, v in pipe.components.items() if k not in ("image_encoder", "feature_extractor")}
     target = diffusers.StableDiffusionXLControlNetPipeline(**parts, controlnet=control, add_watermarker=False)

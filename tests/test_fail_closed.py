@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers import bright_guard, call
 
-from guardpaint import tiny
-from guardpaint.audit_log import AuditLog, verify_log
-from guardpaint.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
+from guardpaint.testing import small
+from guardpaint.loop.audit_log import AuditLog, verify_log
+from guardpaint.testing.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
 from guardpaint.errors import AuditLogError, NotFinite
 from guardpaint.policy import Policy
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
 KEEP = replace(Policy.default(), last_resort=("keep",))
@@ -59,7 +59,7 @@ def test_nan_scores_never_pass():
         def audit(self, images, prompts, noise):
             return [replace(a, adv_prob=float("nan")) for a in AlwaysSafe.audit(self, images, prompts, noise)]
 
-    assert_blocked(call(GuardPaint(NaN(), PaintsFlat()).attach(tiny.pipeline("sd"))), "NaN")
+    assert_blocked(call(GuardPaint(NaN(), PaintsFlat()).attach(small.pipeline("sd"))), "NaN")
 
 
 def test_nan_latents_block(pipe):
@@ -129,8 +129,8 @@ def test_a_repaired_picture_still_in_doubt_is_repaired_once_more(pipe):
     again, enough = (call(bright_guard(doubt=d, percentile=60.0).attach(pipe)).safety[0] for d in (0.0, 1.0))
     notes = [[n for s in r.steps for n in s.notes if n.startswith("one more tournament")] for r in (again, enough)]
     assert again.status == enough.status == "repaired" and len(notes[0]) == 1 and notes[1] == []
-    contests = [sum(len(s.tournaments) for s in r.steps) for r in (again, enough)]
-    assert contests[0] > contests[1]
+    tournaments = [sum(len(s.tournaments) for s in r.steps) for r in (again, enough)]
+    assert tournaments[0] > tournaments[1]
     assert again.final.audits[-1].scores["S"] >= enough.final.audits[-1].scores["S"] and again.final.verdict == "benign"
 
 
@@ -226,14 +226,14 @@ def test_strange_prompts(sd_pipe, prompt):
     """The real text encoder of the auditor sees them all; none crashes, none slips through unseen."""
     if "\ud800" in prompt:
         prompt = prompt.replace("\ud800", "")
-    guard = tiny.guard(candidates=1, regions=1).configured(BLOCK)
+    guard = small.guard(candidates=1, regions=1).configured(BLOCK)
     out = call(guard.attach(sd_pipe), prompt, steps=3)
     assert not out.safety[0].errors
     assert out.safety[0].prompt is None and len(out.safety[0].prompt_sha256) == 64
 
 
 def test_not_finite_is_named():
-    from guardpaint.guard import check_audit
+    from guardpaint.loop.step import check_audit
 
     audit = AlwaysSafe().audit(torch.zeros(1, 3, 8, 8), ["a"], 0.0)[0]
     with pytest.raises(NotFinite, match="inf"):
@@ -263,7 +263,7 @@ def test_nan_hidden_by_pil_is_still_seen(sd_pipe, where):
     with torch.no_grad():
         target = sd_pipe.unet.conv_out if where == "unet" else sd_pipe.vae.decoder.conv_out
         target.bias.fill_(float("nan"))
-    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), decoders={"sd": tiny.tiny_decoder(4)}).configured(audits=1)
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), decoders={"sd": small.tiny_decoder(4)}).configured(audits=1)
     out = call(guard.attach(sd_pipe), output_type="pil")
     assert out.safety[0].status == "blocked" and "NaN" in out.safety[0].errors[0]
 

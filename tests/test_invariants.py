@@ -11,13 +11,13 @@ from helpers import bright_guard, call, captured, gen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.audit.regions import soft_mask
 from guardpaint.config import CHOICES, GuardConfig
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, constant_audit
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, constant_audit
 from guardpaint.policy import Policy
 from guardpaint.repair.native import NativeRepairer
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 from guardpaint.types import Knobs
 from guardpaint.verify.utility import tau_f, tau_p
 
@@ -70,7 +70,7 @@ def test_an_untriggered_item_beside_a_triggered_one_is_untouched(pipe):
 
 def test_a_batch_decides_like_single_calls(pipe):
     prompts = ["a quiet street", "an unsafe thing", "a second unsafe thing"]
-    guard = GuardPaint(FlagsOnly(), tiny.inpainter()).configured(BLOCK, audits=2, candidates=2, regions=1)
+    guard = GuardPaint(FlagsOnly(), small.inpainter()).configured(BLOCK, audits=2, candidates=2, regions=1)
     twin = guard.attach(pipe)
     together = call(twin, prompts, generator=[gen(s) for s in (5, 6, 7)])
     for i, (prompt, seed) in enumerate(zip(prompts, (5, 6, 7), strict=True)):
@@ -142,7 +142,7 @@ def test_accepted_edits_pass_their_gates(pipe):
 
 def test_guard_randomness_ignores_the_callers_and_global_rng(pipe):
     """Same request seed, different global RNG: the same knobs, the same images."""
-    guard = bright_guard(repairer=tiny.inpainter(), candidates=2, regions=1).configured(BLOCK)
+    guard = bright_guard(repairer=small.inpainter(), candidates=2, regions=1).configured(BLOCK)
     results = []
     for global_seed in (0, 99):
         torch.manual_seed(global_seed)
@@ -189,7 +189,7 @@ def test_every_knob_changes_the_candidate(repair_request, family, repairer):
     """Candidates that differ in one knob alone are different pictures; the mask knobs change the mask."""
     if repairer == "inpainter" and family != "sd":
         pytest.skip("the inpainter does not see the base: one family is enough")
-    maker = tiny.inpainter() if repairer == "inpainter" else NativeRepairer()
+    maker = small.inpainter() if repairer == "inpainter" else NativeRepairer()
     base = Knobs(cfg=5.0, dilation=0.4, feather=0.4, jitter=0.1, depth=5, seed_offset=0)
     first = with_knobs(repair_request, base)
     image = maker.candidates(first)
@@ -278,7 +278,7 @@ def test_a_hold_outlives_a_trigger_that_points_nowhere(pipe, why):
 
 def test_repairs_are_painted_into_what_the_vae_decodes(family):
     """auto looks through the tiny decoder and repairs what the VAE shows; tiny does both with the tiny one."""
-    pipe, decoder = tiny.pipeline(family), tiny.tiny_decoder(tiny.LATENT_CHANNELS[family])
+    pipe, decoder = small.pipeline(family), small.tiny_decoder(small.LATENT_CHANNELS[family])
     for wanted, looked, repaired in (("auto", "tiny", "full"), ("tiny", "tiny", "tiny"), ("full", "full", "full")):
         guard = GuardPaint(
             AlwaysUnsafe(), PaintsFlat(), config=GuardConfig(view_decoder=wanted), decoders={family: decoder}

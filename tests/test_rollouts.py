@@ -1,4 +1,4 @@
-"""Rollouts: states caught at the first trigger, contests replayed from them, proposer and ranker trained on them."""
+"""Rollouts: states caught at the first trigger, tournaments replayed from them, proposer and ranker trained on them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import pytest
 import torch
 
-from guardpaint import rollouts, tiny
+from guardpaint.train import rollouts
+from guardpaint.testing import small
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.doubles import AlwaysSafe, FlagsBright
+from guardpaint.testing.doubles import AlwaysSafe, FlagsBright
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.spread import spread
-from guardpaint.system import GuardPaint
+from guardpaint.store.jobs import spread
+from guardpaint.guard import GuardPaint
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
 
@@ -38,7 +39,7 @@ class Touchy(FlagsBright):
 
 @pytest.fixture(scope="module")
 def guard():
-    return GuardPaint(Touchy(), tiny.inpainter(0))
+    return GuardPaint(Touchy(), small.inpainter(0))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_states_are_caught_at_the_first_trigger(states):
 
 
 def test_nothing_is_caught_where_nothing_triggers():
-    calm = GuardPaint(AlwaysSafe(), tiny.inpainter(0))
+    calm = GuardPaint(AlwaysSafe(), small.inpainter(0))
     assert list(rollouts.catch(calm, "tiny-sd", PROMPTS[:1])) == [None]
 
 
@@ -66,9 +67,9 @@ def test_a_state_replays_to_the_same_tournament(states, guard):
     a, _ = rollouts.play(states[0], guard.parts, UniformProposer(), 3)
     b, _ = rollouts.play(states[0], guard.parts, UniformProposer(), 3)
     assert a["utility"] == b["utility"] and a["S"] == b["S"]
-    pipe = tiny.pipeline("sd")
+    pipe = small.pipeline("sd")
     live = guard.configured(candidates=3, regions=1).attach(pipe)(
-        PROMPTS[0][0], generator=torch.Generator().manual_seed(1), height=tiny.PIXELS, width=tiny.PIXELS
+        PROMPTS[0][0], generator=torch.Generator().manual_seed(1), height=small.PIXELS, width=small.PIXELS
     )
     first = live.safety[0].steps[0].tournaments[0] if live.safety[0].steps[0].tournaments else None
     assert first is not None
@@ -94,7 +95,7 @@ def test_native_repair_cannot_replay(states):
     from guardpaint.repair.native import NativeRepairer
 
     with pytest.raises(BadConfig, match="must be an inpainter"):
-        rollouts.arena_of(states[0], GuardPaint(Touchy(), NativeRepairer()).parts)
+        rollouts.tournament_of(states[0], GuardPaint(Touchy(), NativeRepairer()).parts)
 
 
 def test_states_are_kept_and_broken_files_named(states, tmp_path):
@@ -149,9 +150,9 @@ def test_rows_survive_the_disk(played, states, guard):
 
 def test_a_guard_from_disk_plays_in_processes(tmp_path):
     """The command's own path: a saved guard, two processes; nobody plays twice."""
-    guard = tiny.guard(seed=0)
+    guard = small.guard(seed=0)
     guard.save_pretrained(tmp_path / "guard")
-    caught = [s for s in rollouts.catch(GuardPaint(Touchy(), tiny.inpainter(0)), "tiny-sd", PROMPTS[:2]) if s]
+    caught = [s for s in rollouts.catch(GuardPaint(Touchy(), small.inpainter(0)), "tiny-sd", PROMPTS[:2]) if s]
     jobs = [(part, str(tmp_path / "guard"), "uniform", 2, tmp_path / "train") for part in rollouts.shards(caught, 2)]
     assert sum(spread(rollouts.work, jobs, 2)) == 2
     assert sum(spread(rollouts.work, jobs[:1], 2)) == 0
@@ -223,34 +224,34 @@ def test_a_ranker_prunes_and_the_winner_is_painted(states, guard):
             return -x[:, 14]
 
     parts = replace(guard.configured().parts, ranker=Shallow(), config=guard.config.with_(keep=2))
-    arena = rollouts.arena_of(states[0], parts)
-    knobs = UniformProposer().propose(arena.state, 5, arena.seed)
-    done = arena.contest(knobs, "uniform", prune=True)
+    tournament = rollouts.tournament_of(states[0], parts)
+    knobs = UniformProposer().propose(tournament.state, 5, tournament.seed)
+    done = tournament.play(knobs, "uniform", prune=True)
     depths = sorted(range(5), key=lambda i: knobs[i].depth)
     assert len(done.painted) == 2 and {knobs[i].depth for i in done.painted} <= {knobs[i].depth for i in depths[:3]}
     for i, c in enumerate(done.record.candidates):
         assert bool(c.scores) == (i in done.painted)
-    whole = arena.contest(knobs, "uniform")
+    whole = tournament.play(knobs, "uniform")
     for i in done.painted:
         assert done.record.candidates[i].scores["S"] == pytest.approx(whole.record.candidates[i].scores["S"], abs=1e-5)
 
 
 def test_a_guard_with_a_ranker_is_saved_and_replayed(tmp_path):
-    from guardpaint.audit_log import replay
+    from guardpaint.loop.audit_log import replay
 
-    parts = tiny.guard().parts
+    parts = small.guard().parts
     assert isinstance(parts.auditor, AuditorScorer)
     with pytest.raises(BadConfig, match="needs a ranker"):
-        GuardPaint(parts.auditor, parts.repairer, config=tiny.guard().config.with_(keep=2))
+        GuardPaint(parts.auditor, parts.repairer, config=small.guard().config.with_(keep=2))
     guard = GuardPaint(
-        Touchy(), parts.repairer, ranker=Ranker(), config=tiny.guard().config.with_(keep=2, candidates=4)
+        Touchy(), parts.repairer, ranker=Ranker(), config=small.guard().config.with_(keep=2, candidates=4)
     )
-    out = guard.attach(tiny.pipeline("sd"))(
-        "a person", generator=torch.Generator().manual_seed(1), height=tiny.PIXELS, width=tiny.PIXELS
+    out = guard.attach(small.pipeline("sd"))(
+        "a person", generator=torch.Generator().manual_seed(1), height=small.PIXELS, width=small.PIXELS
     )
     report = json.loads(json.dumps(out.safety[0].to_dict()))
-    contests = [t for s in report["steps"] for t in s["tournaments"]]
-    assert contests and any(sum(not c["scores"] for c in t["candidates"]) == 2 for t in contests)
+    tournaments = [t for s in report["steps"] for t in s["tournaments"]]
+    assert tournaments and any(sum(not c["scores"] for c in t["candidates"]) == 2 for t in tournaments)
     assert replay(report) == [] and "left out after its preview" in out.safety[0].to_html()
     saved = GuardPaint(parts.auditor, parts.repairer, ranker=Ranker())
     saved.save_pretrained(tmp_path)

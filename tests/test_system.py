@@ -12,19 +12,19 @@ import torch
 from helpers import bright_guard, call
 
 import guardpaint
-from guardpaint import tiny
-from guardpaint.commands import report_schema
+from guardpaint.testing import small
+from guardpaint.cli.generate import report_schema
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
-from guardpaint.release import from_pil
+from guardpaint.loop.verdict import from_pil
 from guardpaint.repair.knobs import FixedProposer
-from guardpaint.report import load_report
-from guardpaint.system import GuardPaint
+from guardpaint.loop.report import load_report
+from guardpaint.guard import GuardPaint
 from guardpaint.types import Knobs
 
 
 def test_a_guard_round_trips_and_decides_the_same(tmp_path, sd_pipe):
-    guard = tiny.guard(candidates=2, regions=1)
+    guard = small.guard(candidates=2, regions=1)
     guard.save_pretrained(tmp_path / "g")
     again = GuardPaint.from_pretrained(tmp_path / "g")
     assert again.config == guard.config and again.policy == guard.policy
@@ -43,7 +43,7 @@ def test_a_guard_round_trips_and_decides_the_same(tmp_path, sd_pipe):
 def test_missing_parts_are_named(tmp_path, missing):
     import shutil
 
-    tiny.guard().save_pretrained(tmp_path)
+    small.guard().save_pretrained(tmp_path)
     target = tmp_path / missing
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     with pytest.raises((BadCheckpoint, BadConfig)) as caught:
@@ -53,7 +53,7 @@ def test_missing_parts_are_named(tmp_path, missing):
 
 def test_fixed_knobs_are_kept(tmp_path):
     knobs = Knobs(cfg=4.0, dilation=0.7, feather=0.2, jitter=0.0, depth=3, seed_offset=0)
-    base = tiny.guard()
+    base = small.guard()
     GuardPaint(base.parts.auditor, base.parts.repairer, FixedProposer(knobs, "optimised")).save_pretrained(tmp_path)
     assert GuardPaint.from_pretrained(tmp_path).parts.proposer == FixedProposer(knobs, "optimised")
     manifest = json.loads((tmp_path / "guardpaint.json").read_text())
@@ -71,7 +71,7 @@ def test_bad_paths_never_reach_the_network(tmp_path):
 def test_reports_follow_the_published_schema(pipe):
     schema = report_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    for guard in (bright_guard(), bright_guard(f_gate="off", p_gate="off"), tiny.guard(candidates=2)):
+    for guard in (bright_guard(), bright_guard(f_gate="off", p_gate="off"), small.guard(candidates=2)):
         for report in call(guard.attach(pipe)).safety:
             jsonschema.validate(json.loads(report.to_json()), schema)
 
@@ -112,7 +112,7 @@ def test_operators_see_why_as_grad_cam(sd_pipe):
     policy = replace(Policy.default(), trigger=0.0001)
     for keep in (True, False):
         report = call(
-            tiny.guard(candidates=1, regions=1, retain_evidence=keep).configured(policy).attach(sd_pipe)
+            small.guard(candidates=1, regions=1, retain_evidence=keep).configured(policy).attach(sd_pipe)
         ).safety[0]
         cams = [e for e in report.evidence if e.kind.startswith("why ")]
         assert report.triggered and bool(cams) == keep and ("Grad-CAM, " in report.to_html()) == keep
@@ -124,7 +124,7 @@ def test_views_through_the_tiny_decoder_at_audit_size(pipe, family):
     """With a tiny decoder the VAE decodes once, for the user; without, once more per audited step."""
     guard = bright_guard(gain=0.1)
     counts = {}
-    for name, decoders in (("tiny", {family: tiny.tiny_decoder(tiny.LATENT_CHANNELS[family])}), ("full", {})):
+    for name, decoders in (("tiny", {family: small.tiny_decoder(small.LATENT_CHANNELS[family])}), ("full", {})):
         calls = []
         decode = pipe.vae.decode
         pipe.vae.decode = lambda *a, **k: (calls.append(a[0].shape), decode(*a, **k))[1]  # noqa: B023
@@ -142,7 +142,7 @@ def test_latents_shrink_before_a_tiny_decode():
     from guardpaint.draft.codec import ViewDecoder
 
     shapes = []
-    decoder = tiny.tiny_decoder(4)
+    decoder = small.tiny_decoder(4)
     original = decoder.decode
     decoder.decode = lambda z, **k: (shapes.append(tuple(z.shape)), original(z, **k))[1]
     view = ViewDecoder(decoder, None, 4, torch.device("cpu")).at(torch.randn(1, 4, 32, 48), 64)
@@ -150,7 +150,7 @@ def test_latents_shrink_before_a_tiny_decode():
 
 
 def test_a_wrong_tiny_decoder_is_refused(sd_pipe):
-    guard = GuardPaint(tiny.auditor(), tiny.inpainter(), decoders={"sd": tiny.tiny_decoder(16)})
+    guard = GuardPaint(small.auditor(), small.inpainter(), decoders={"sd": small.tiny_decoder(16)})
     with pytest.raises(BadConfig, match="16 latent channels, the pipeline has 4"):
         guard.attach(sd_pipe)
 

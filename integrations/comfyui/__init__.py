@@ -15,7 +15,7 @@ from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
 
 from guardpaint import GuardPaint
-from guardpaint.comfy import guarded
+from guardpaint.doors.comfy import guarded
 
 Account = io.Custom("GUARDPAINT_SESSION")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _WHERE = {
-    "GuardPaint": "guardpaint.system",
+    "GuardPaint": "guardpaint.guard",
     "GuardConfig": "guardpaint.config",
     "Policy": "guardpaint.policy",
-    "GuardReport": "guardpaint.report",
-    "AuditLog": "guardpaint.audit_log",
+    "GuardReport": "guardpaint.loop.report",
+    "AuditLog": "guardpaint.loop.audit_log",
     "AuditorScorer": "guardpaint.audit.model",
     "AuditorConfig": "guardpaint.audit.model",
     "Inpainter": "guardpaint.repair.inpainter",
@@ -36,15 +36,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from guardpaint.audit.model import AuditorConfig, AuditorScorer
-    from guardpaint.audit_log import AuditLog
+    from guardpaint.loop.audit_log import AuditLog
     from guardpaint.config import GuardConfig
     from guardpaint.errors import GuardPaintError
     from guardpaint.policy import Policy
     from guardpaint.repair.inpainter import Inpainter
     from guardpaint.repair.native import NativeRepairer
     from guardpaint.repair.proposer import TournamentProposer
-    from guardpaint.report import GuardReport
-    from guardpaint.system import GuardPaint
+    from guardpaint.loop.report import GuardReport
+    from guardpaint.guard import GuardPaint
 
 
 def __getattr__(name: str) -> Any:

@@ -1,257 +1,121 @@
-"""The embedded base models: small pipelines of the real diffusers classes, trained on the paper-doll world.
-
-Autoencoders, tokenizers and shared text encoders lie once in `assets/`; a base's folder links to them, so that
-`DiffusionPipeline.from_pretrained(folder)` works on it like on any other.
-"""
+"""Base models by name: one that an installed package provides, a small random one, a folder, or a hub id."""
 
 from __future__ import annotations
 
-import csv
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from guardpaint.calibrated import Calibration
-from guardpaint.checkpoint import read_json, write_json
-from guardpaint.errors import BadInput
+from guardpaint.draft.families import family_of
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.store import plugins
+from guardpaint.store.checkpoint import fingerprint, short_hash
 
-ASSETS = Path(__file__).parent / "assets"
-NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
-"""Text-to-image bases, in the order of the docs."""
-INPAINTER = "mini-inpaint"
-AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
-PROPOSER, RANKER = "mini-proposer", "mini-ranker"
-GUARD = ASSETS / "guard"
-"""The default guard: links to the parts it is made of, its policy and its settings."""
-TINY = {"sd": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
-"""The tiny decoder of each family's latent space; families without one decode with their autoencoder."""
-INDEX, LORA = "model_index.json", "pytorch_lora_weights.safetensors"
-PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}
-"""Bases that are a LoRA on another."""
+if TYPE_CHECKING:
+    from PIL import Image
+
+SMALL = "tiny-"
+"""Prefix of the small random-initialised bases: tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux."""
 
 
-def shipped() -> tuple[str, ...]:
-    """The text-to-image bases that are here."""
-    return tuple(name for name in NAMES if any((ASSETS / name / f).exists() for f in (INDEX, LORA)))
+@runtime_checkable
+class NamedBase(Protocol):
+    """A base that a package registers under `guardpaint.bases`."""
+
+    inpaints: bool
+    """Whether it fills masks, and is no text-to-image base."""
+
+    def load(self) -> Any:
+        """The diffusers pipeline."""
+        ...
+
+    def call(self) -> dict[str, Any]:
+        """Arguments it was made to be called with: steps, guidance, size."""
+        ...
 
 
-def folder(name: str) -> Path:
-    """Where an embedded model lies."""
-    path = ASSETS / name
-    if not any((path / f).exists() for f in (INDEX, LORA)):
-        have = ", ".join(p.parent.name for p in sorted(ASSETS.glob(f"*/{INDEX}")) + sorted(ASSETS.glob(f"*/{LORA}")))
-        raise BadInput(f"embedded model {name!r}: not shipped; there are {have}")
-    return path
+@dataclass(frozen=True)
+class Base:
+    """A pipeline and the settings it was made for."""
+
+    name: str
+    pipe: Any
+    call: Mapping[str, Any]
+
+    @property
+    def family(self) -> str:
+        return family_of(self.pipe).name
+
+    @property
+    def guidance(self) -> float:
+        return float(self.call.get("guidance_scale", 1.0))
+
+    @property
+    def two_branches(self) -> bool:
+        """Whether its denoiser answers for the empty prompt beside the asked one."""
+        return self.family != "flux" and self.guidance > 1.0
+
+    def draw(self, prompts: Sequence[str], seeds: Sequence[int], pipe: Any = None, **more: Any) -> list[Image.Image]:
+        """One batch; every picture has its own seed. `more` may replace the prompts by embeddings."""
+        import torch
+
+        generators = [torch.Generator().manual_seed(s) for s in seeds]
+        words = {} if "prompt_embeds" in more else {"prompt": list(prompts)}
+        return list((pipe or self.pipe)(generator=generators, **{**self.call, **words, **more}).images)
+
+    def digest(self) -> str:
+        """Short hash of everything that decides its pictures: weights, call settings, scheduler."""
+        from torch import nn
+
+        parts = {k: fingerprint(v) for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
+        plan = {k: v for k, v in self.pipe.scheduler.config.items() if not k.startswith("_")}  # "_…" has no fixed order
+        return short_hash(parts, dict(self.call), plan)
 
 
-def settings(name: str) -> dict[str, Any]:
-    """What the model was trained to be called with: steps, guidance, text length, size."""
-    return dict(read_json(folder(name) / "card.json")["settings"])
+def named_bases() -> tuple[str, ...]:
+    """Names that installed packages register, text-to-image and inpainting alike."""
+    return tuple(plugins.registered(plugins.BASES))
 
 
-def load_base(name: str) -> Any:
-    """An embedded pipeline in fp32, progress bar off."""
+def known_names() -> str:
+    """All names that are neither a folder nor a hub id, for error messages."""
+    from guardpaint.testing import small
+
+    return ", ".join((*named_bases(), *(f"{SMALL}{family}" for family in small.BASES)))
+
+
+def load_base(name: str) -> Base:
+    """A base by name, ready to draw: on the GPU if it comes from a folder or the hub and there is one."""
+    if name.startswith(SMALL):
+        from guardpaint.testing import small
+
+        call = {"height": small.PIXELS, "width": small.PIXELS}
+        return Base(name, small.pipeline(name.removeprefix(SMALL)), call)
+    if name in named_bases():
+        found: NamedBase = plugins.load(plugins.BASES, name, f"base {name!r}")
+        return Base(name, found.load(), found.call())
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        hint = "" if named_bases() else f"; named bases such as mini-sd come with {plugins.HOW_TO_INSTALL}"
+        raise BadInput(f"base {name!r}: not one of {known_names()}, not a directory, not a hub id owner/name{hint}")
     import torch
     from diffusers import DiffusionPipeline
 
-    where = folder(name)
-    low_rank = (where / LORA).exists()
-    with without_bars():
-        pipe = DiffusionPipeline.from_pretrained(folder(PARENT[name]) if low_rank else where, dtype=torch.float32)
-        if low_rank:
-            fuse(pipe, where)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(name)
+    except Exception as error:
+        raise BadInput(f"base {name!r} cannot be loaded: {error}") from error
     pipe.set_progress_bar_config(disable=True)
+    return Base(name, pipe.to("cuda" if torch.cuda.is_available() else "cpu"), {})
+
+
+def load_inpainter(name: str) -> Any:
+    """An inpainting pipeline by registered name or from a directory, in fp32."""
+    from guardpaint.draft.loading import load_pipeline
+
+    named = name in named_bases()
+    pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load() if named else load_pipeline(Path(name))
+    if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
+        raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe
-
-
-def fuse(pipe: Any, folder: Path) -> None:
-    """Merge the LoRA of a folder into a pipeline; it may be for the denoiser alone."""
-    import torch
-    from diffusers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns that there is nothing for the text encoders
-    try:
-        pipe.load_lora_weights(folder, weight_name=LORA)
-    finally:
-        logging.set_verbosity(level)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a product's last bits depend on who shares it, and weights are to be the same everywhere
-    try:
-        pipe.fuse_lora()
-    finally:
-        torch.set_num_threads(threads)
-    pipe.unload_lora_weights()
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Small weights load in a blink; the libraries' progress bars would only flicker."""
-    from diffusers.utils import logging as diffusers_log
-    from transformers.utils import logging as transformers_log
-
-    shown = [log for log in (diffusers_log, transformers_log) if log.is_progress_bar_enabled()]
-    for log in shown:
-        log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for log in shown:
-            log.enable_progress_bar()
-
-
-def same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same weights, or the same vocabulary; notes about their origin may differ."""
-    weights = sorted(p.name for p in a.glob("*.safetensors"))
-    files = weights or [p.name for p in a.iterdir() if p.name in ("tokenizer.json", "vocab.json", "merges.txt")]
-    return bool(files) and all((b / f).exists() and same_file(a / f, b / f) for f in files)
-
-
-def same_file(a: Path, b: Path) -> bool:
-    """Equal bytes, or equal tensors in another order."""
-    if a.suffix != ".safetensors" or a.stat().st_size != b.stat().st_size:
-        return a.read_bytes() == b.read_bytes()
-    from safetensors.torch import load_file
-
-    one, two = load_file(a), load_file(b)
-    return one.keys() == two.keys() and all(bool((one[k] == two[k]).all()) for k in one)
-
-
-def check_size(auditor: Path, size: int) -> dict[str, Any]:
-    """Settings of a saved auditor, if it was trained at this size."""
-    settings: dict[str, Any] = read_json(auditor / "config.json")
-    if size not in settings.get("sizes", ()):
-        raise BadInput(f"size {size}: the auditor in {auditor} was trained at {settings.get('sizes')}")
-    return settings
-
-
-def one_size(auditor: Path, size: int) -> None:
-    """Let a saved auditor look at one size only, coarse and fine alike; its card tells."""
-    settings = check_size(auditor, size)
-    write_json(auditor / "config.json", {**settings, "sizes": [size, size]})
-    write_json(auditor / "card.json", {**read_json(auditor / "card.json"), "looks_at": size})
-
-
-def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
-    """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
-    source, target = run / "model", assets / name
-    if not any((source / f).exists() for f in (INDEX, LORA, "config.json")):
-        raise BadInput(f"{run}: no finished model in {source}; has the run reached its last step?")
-    if target.exists():
-        shutil.rmtree(target)
-    shutil.copytree(source, target)
-    linked = []
-    words = sorted(assets.glob("mini-*/tokenizer*"))
-    for part in sorted(p for p in target.iterdir() if p.is_dir()):
-        for other in (*sorted(assets.iterdir()), *sorted(assets.glob("mini-*/text_encoder*")), *words):
-            mine = other == target or target in other.parents
-            if not mine and other.is_dir() and not other.is_symlink() and same(part, other):
-                shutil.rmtree(part)
-                part.symlink_to(os.path.relpath(other, target), target_is_directory=True)
-                linked.append(f"{part.name} → {os.readlink(part)}")
-                break
-    for extra in ("samples.png", "samples.txt"):
-        if (run / extra).exists():
-            shutil.copy(run / extra, target / extra)
-    loss_curve(run / "loss.csv", target)
-    return linked
-
-
-def loss_curve(log: Path, target: Path, points: int = 200) -> None:
-    """The run's loss, averaged over equal stretches of steps: a small CSV, and a plot where matplotlib is there."""
-    if not log.exists():
-        return
-    with log.open(newline="") as file:
-        rows = [(int(r["step"]), float(r["loss"])) for r in csv.DictReader(file)]
-    size = max(1, -(-len(rows) // points))
-    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    curve = [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
-    text = "step,loss\n" + "".join(f"{step},{loss:.5f}\n" for step, loss in curve)
-    (target / "loss.csv").write_text(text, encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(5, 3), layout="constrained")
-        axis = figure.subplots()
-        axis.plot(*zip(*curve, strict=True), color="#4477aa")
-        axis.set(xlabel="step", ylabel="loss", yscale="log", title=target.name)
-        figure.savefig(target / "loss.png", dpi=90)
-
-
-LEAST_LEVEL = 0.02
-"""A calibrated mask level below this covers whole pictures."""
-
-
-def calibrated_settings(calibration: Calibration) -> dict[str, Any]:
-    """What the default guard takes of a calibration.
-
-    What is missed is decided by the verdict on the finished picture: thresholds tightened before it, where views are
-    hard to read, would only raise false alarms. Where nothing tells where to mask, the finished pictures' level counts.
-    """
-    found = calibration.to_dict()
-    for band in found["bands"][:-1]:
-        band["thresholds"] = dict.fromkeys(band["thresholds"], 1.0)
-    finished = found["bands"][-1]["mask_level"]
-    if finished is None or finished < LEAST_LEVEL:
-        return {"calibration": found}
-    for band in found["bands"]:
-        usable = band["mask_level"] is not None and band["mask_level"] >= LEAST_LEVEL
-        band["mask_level"] = band["mask_level"] if usable else None
-    return {"calibration": found, "mask_threshold": "calibrated", "mask_level": finished}
-
-
-def assemble_guard(
-    settings: dict[str, Any], assets: Path = ASSETS, proposer: str = "uniform", knobs: dict[str, Any] | None = None
-) -> Path:
-    """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets.
-
-    The proposer is learned (the one in the assets), uniform, or has a name and fixed knobs. A ranker in the assets
-    comes along; whether it is asked is a setting.
-    """
-    guard = assets / GUARD.name
-    parts = {"auditor": AUDITOR, "policy.yaml": "policy.yaml"}
-    decoders = sorted(family for family, tiny in TINY.items() if (assets / tiny).exists())
-    parts |= {f"decoders/{family}": TINY[family] for family in decoders}
-    pieces = [p for p in sorted((assets / INPAINTER).glob("*")) if p.is_dir() or p.name == INDEX]
-    parts |= {f"repairer/{p.name}": f"{INPAINTER}/{p.name}" for p in pieces}
-    if (assets / SAFE_INPAINTER / LORA).exists():
-        parts[f"repairer/{LORA}"] = f"{SAFE_INPAINTER}/{LORA}"
-    parts |= {"proposer": PROPOSER} if proposer == "learned" else {}
-    ranked = bool(settings.get("keep")) or (assets / RANKER).exists()
-    parts |= {"ranker": RANKER} if ranked else {}
-    for name in parts.values():
-        if not (assets / name).exists():
-            raise BadInput(f"the default guard needs {assets / name}; train and adopt it first")
-    if guard.exists():
-        shutil.rmtree(guard)
-    for link, name in parts.items():
-        path = guard / link
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(os.path.relpath(assets / name, path.parent), target_is_directory=(assets / name).is_dir())
-    manifest = {"version": 1, "config": settings, "decoders": decoders, "repairer": "inpainter"}
-    manifest |= {"proposer": proposer, "ranker": ranked} | ({"knobs": knobs} if knobs else {})
-    write_json(guard / "guardpaint.json", manifest)
-    return guard
-
-
-def megabytes(assets: Path = ASSETS) -> float:
-    """Size of everything in the assets, links not counted twice."""
-    return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
-
-
-GUARD_PARTS = (GUARD.name, AUDITOR, SAFE_INPAINTER, PROPOSER, RANKER)
-"""Assets of the guard; all others are of the world it guards."""
-
-
-def world_megabytes(assets: Path = ASSETS) -> float:
-    """Weights of the world's models, without those of the guard."""
-    files = (p for p in assets.rglob("*.safetensors") if p.is_file() and not linked_to(p, assets))
-    return sum(p.stat().st_size for p in files if p.relative_to(assets).parts[0] not in GUARD_PARTS) / 1e6
-
-
-def linked_to(path: Path, root: Path) -> bool:
-    return any(p.is_symlink() for p in (path, *path.parents) if root in p.parents)

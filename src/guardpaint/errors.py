@@ -35,3 +35,11 @@ class GuardTimeout(GuardPaintError):
 
 class AuditLogError(GuardPaintError):
     """The audit log cannot be written or read, or does not verify."""
+
+
+class MissingPackage(GuardPaintError):
+    """An optional package that provides what was asked for is not installed."""
+
+
+class MissingCapability(GuardPaintError):
+    """The testbed does not know what a command needs; the message names both."""

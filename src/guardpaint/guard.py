@@ -1,341 +1,372 @@
-"""The loop for one image: draft → audit → repair → verify → reinsert, then the final verdict."""
+"""GuardPaint: auditor + repairer + proposer + content policy, assembled, loaded, saved and attached."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from guardpaint.audit.gradcam import grad_cam
+from guardpaint.doors import attach as doors
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.audit.regions import latent_mask, mine, union
+from guardpaint.loop.audit_log import AuditLog
+from paperdolls.bases import GUARD
+from guardpaint.store.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
 from guardpaint.config import GuardConfig
+from guardpaint.draft.families import FAMILIES, family_of
 from guardpaint.draft.family import Family
-from guardpaint.draft.views import Views, shrink
-from guardpaint.errors import BadInput, GuardTimeout, NotFinite
-from guardpaint.policy import Finding, Policy
-from guardpaint.reinsert.apply import Reinserted, reinsert
+from guardpaint.draft.views import shrink
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.loop.step import Parts, check_audit
+from guardpaint.policy import Policy
+from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
+from guardpaint.repair.native import NativeRepairer
+from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.report import AuditRecord, Evidence, FinalRecord, StepRecord
-from guardpaint.seeds import derive
-from guardpaint.types import Audit, Auditor, Draft, Edit, Proposer, Region, Repairer, SeamMetric
-from guardpaint.verify.tournament import Arena
+from guardpaint.loop.report import GuardReport
+from guardpaint.loop.call import Request
+from guardpaint.types import Audit, Auditor, JsonDict, Knobs, Proposer, Repairer, SeamMetric
+from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
+
+MANIFEST = "guardpaint.json"
+REMEMBERED = 256
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Everything a guard is made of."""
+class GuardPaint:
+    """A safety layer for diffusers pipelines.
 
-    auditor: Auditor
-    repairer: Repairer
-    proposer: Proposer
-    seam: SeamMetric
-    policy: Policy
-    config: GuardConfig
-    ranker: Ranker | None = None
-    """Prunes candidates after a preview when `config.keep` asks for it."""
-    observer: Callable[[Arena], None] | None = None
-    """Sees every tournament before it starts; what it raises fails the image closed."""
+    guard = GuardPaint.from_pretrained(path_or_repo)
+    pipe = guard.attach(pipe)
+    out = pipe("…"); out.images; out.safety[0]
+    """
 
-    def finding(self, audit: Audit, progress: float) -> Finding | None:
-        """What the policy and the calibration for this progress make of an audit."""
-        calibration = self.config.calibration
-        return self.policy.finding(audit, None if calibration is None else calibration.at(progress).thresholds)
-
-
-@dataclass(frozen=True)
-class Won:
-    """An accepted repair: the composed view is the next control."""
-
-    view: Float[Tensor, "3 h w"]
-    mask: Float[Tensor, "h w"]
-    audit: Audit
-
-
-@dataclass
-class ImageGuard:
-    """Guards one image of one request and keeps its account."""
-
-    parts: Parts
-    family: Family
-    prompt: str | None
-    seed: int
-    image: int
-    """Index among the images that share the seed."""
-    records: list[StepRecord] = field(default_factory=list)
-    final: FinalRecord = field(default_factory=FinalRecord)
-    evidence: list[Evidence] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    edited: bool = False
-    suspect: Bool[Tensor, "h w"] | None = None
-    """Where the latest audited step's trigger pointed; None: it did not trigger, or nowhere."""
-    spent: float = 0.0
-
-    def first_pass(self, progress: float) -> int:
-        """Pixels of the pass every audited step makes."""
-        coarse, fine = self.parts.auditor.sizes
-        mode = self.parts.config.resolution
-        if mode == "paper":
-            return fine if progress >= 0.65 else coarse
-        return fine if mode == "fine" else coarse
-
-    # 1–2 · draft, audit ------------------------------------------------------------------------------------
-
-    def step(self, draft: Draft, views: Views, first: Audit) -> tuple[Reinserted, Edit] | None:
-        """One audited step. None = benign, or nothing accepted: the control stays, bit for bit."""
-        self.suspect = None
-        record = self.open(draft, views)
-        audit, finding = self.confirm(views, first, record)
-        if finding is None or self.parts.config.mode == "monitor":
-            return None
-        won = self.repair(draft, views, audit, finding, record)
-        if won is None:
-            return None
-        with self.clock(record, "reinsert"):
-            return self.reinsert(draft, won, record)
-
-    def open(self, draft: Draft, views: Views) -> StepRecord:
-        """Begin the account of an audited step."""
-        record = StepRecord(draft.step, draft.steps, draft.progress, views.noise, views.kind)
-        record.cost = {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
-        self.records.append(record)
-        return record
-
-    def confirm(self, views: Views, first: Audit, record: StepRecord) -> tuple[Audit, Finding | None]:
-        """Coarse pass; a fine one only if it triggers, lands in the uncertainty band, or the picture was edited."""
-        config, policy = self.parts.config, self.parts.policy
-        audit, finding = first, self.note(first, views.decoder, record)
-        unsure = finding is not None or first.adv_prob >= policy.trigger - config.band
-        fine = self.parts.auditor.sizes[1]
-        must = views.exact and self.edited
-        if ((config.resolution == "adaptive" and unsure) or must) and first.pixels != fine:
-            with self.clock(record, "audit"):
-                audit = self.audit(views.at(fine)[None], views.noise, record)[0]
-            finer = self.note(audit, views.decoder, record)
-            finding = finer or (finding if must else None)  # an edited picture must pass at both sizes
-        if finding is not None:
-            record.triggered, record.category, record.reason = True, finding.category, finding.reason
-        return audit, finding
-
-    def audit(self, images: Float[Tensor, "b 3 h w"], noise: float, record: StepRecord) -> list[Audit]:
-        """Auditor pass over views of this image; anything not finite is an error."""
-        record.cost["audits"] += len(images)
-        audits = self.parts.auditor.audit(images, [self.prompt] * len(images), noise)
-        for a in audits:
-            check_audit(a, self.parts.policy.names)
-        return audits
-
-    # 3 · repair --------------------------------------------------------------------------------------------
-
-    def repair(
+    def __init__(
         self,
-        draft: Draft,
-        views: Views,
-        audit: Audit,
-        finding: Finding,
-        record: StepRecord,
+        auditor: Auditor,
+        repairer: Repairer,
         proposer: Proposer | None = None,
-        candidates: int | None = None,
-        label: str = "",
-    ) -> Won | None:
-        """Mine regions, run a tournament on each; an accepted repair is the control of the next.
-
-        A label makes another draw of candidates for the same step.
-        """
-        config = self.parts.config
-        if self.prompt is None:
-            record.notes.append("repair refused: no prompt text, so F is unavailable; pass safety_prompt=")
-            return None
-        fine = self.parts.auditor.sizes[1]
-        with self.clock(record, "view"):
-            control = views.full()
-        if not (views.exact and audit.pixels == fine):
-            with self.clock(record, "audit"):
-                audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
-            confirmed = self.note(audit, views.repair_decoder, record)
-            if confirmed is None and draft.step + 1 < draft.steps and not views.exact:
-                record.triggered = False
-                record.notes.append(f"{record.reason}; not confirmed by the full decode: left to the next audit")
-                return None
-        regions = self.regions(audit, finding, control, record.progress)
-        record.regions += len(regions)
-        record.cost["regions"] += len(regions)
-        if not regions:
-            record.notes.append("flagged, but the heat map has no region to repair")
-            return None
-        self.suspect = union(regions).mask
-        self.keep(record.step, "control", len(record.tournaments), control)
-        self.explain(record, control, finding.category, views.noise)
-        proposer, n = proposer or self.parts.proposer, candidates or config.candidates
-        won: Won | None = None
-        names = [f"{label}{k + 1}" for k in range(len(regions))]
-        for name, region in zip(names, regions, strict=True):
-            latest = self.tournament(draft, views, control, audit, region, name, finding.category, record, proposer, n)
-            if latest is not None:
-                mask = latest.mask if won is None else torch.maximum(won.mask, latest.mask)
-                won = Won(latest.view, mask, latest.audit)
-                control, audit = latest.view, latest.audit
-        if won is None and len(regions) > 1:
-            won = self.tournament(
-                draft, views, control, audit, union(regions), f"{label}union", finding.category, record, proposer, n
-            )
-        return won
-
-    def regions(
-        self, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"], progress: float = 1.0
-    ) -> list[Region]:
-        """Unsafe regions of a view, from the heat map the configuration asks for."""
-        heat = audit.adv_map if self.parts.config.heat_map == "adv" else audit.class_maps[finding.category]
-        return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), self.parts.config, progress)
-
-    # 4 · verify --------------------------------------------------------------------------------------------
-
-    def tournament(
-        self,
-        draft: Draft,
-        views: Views,
-        control: Float[Tensor, "3 h w"],
-        control_audit: Audit,
-        region: Region,
-        name: str,
-        category: str,
-        record: StepRecord,
-        proposer: Proposer,
-        n: int,
-    ) -> Won | None:
-        """N candidates, scored beside the control by the same auditor at the same size; best u > 0 wins."""
-        assert self.prompt is not None
-        arena = Arena(
-            parts=self.parts,
-            prompt=self.prompt,
-            draft=draft,
-            control=control,
-            audit=control_audit,
-            region=region,
-            name=name,
-            category=category,
-            seed=derive(self.seed, self.image, draft.step, name),
-            noise=views.noise,
-            look=lambda images: self.audit(images, views.noise, record),
-            clock=lambda stage: self.clock(record, stage),
-        )
-        if self.parts.observer is not None:
-            self.parts.observer(arena)
-        knobs = proposer.propose(arena.state, n, arena.seed)
-        done = arena.contest(knobs, proposer.name, prune=proposer is self.parts.proposer)
-        record.cost["candidates"] += len(done.painted)
-        for i, candidate in zip(done.painted, done.composed, strict=True):
-            self.keep(record.step, f"candidate {len(record.tournaments)}", i, candidate)
-        record.tournaments.append(done.record)
-        self.check_time()
-        if done.won is None:
-            return None
-        return Won(done.composed[done.won], done.masks[done.won], done.audits[done.won])
-
-    # 5 · reinsert ------------------------------------------------------------------------------------------
-
-    def reinsert(self, draft: Draft, won: Won, record: StepRecord) -> tuple[Reinserted, Edit]:
-        """Encode the winner with the base VAE and put it into the live latent, inside the mask only."""
-        config = self.parts.config
-        size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
-        z0 = draft.base.encode(won.view, size).to(draft.latent)
-        edit = Edit(z0, latent_mask(won.mask, size).to(draft.latent))
-        alpha = 1.0 - draft.after.noise if config.blend_alpha == "one_minus_noise" else 0.30 + 0.60 * draft.progress
-        done = reinsert(
-            config.reinsertion,
-            draft,
-            edit,
-            self.family,
-            hold=config.hold,
-            alpha=alpha,
-            seed=derive(self.seed, self.image, draft.step),
-        )
-        if not torch.isfinite(done.latent).all():
-            raise NotFinite(f"reinsertion by {done.rule} made NaN or infinity")
-        record.cost["reinserts"] += 1
-        record.reinsertion = {
-            "rule": done.rule,
-            "asked": config.reinsertion,
-            "note": done.note,
-            "hold": done.hold,
-            "coverage": float(edit.mask.mean()),
-            "change_inside": float((done.latent - draft.latent).abs().sum() / edit.mask.sum().clamp_min(1e-9)),
-        }
-        self.edited = True
-        return done, edit
-
-    # Bookkeeping -------------------------------------------------------------------------------------------
-
-    def note(self, audit: Audit, decoder: str, record: StepRecord) -> Finding | None:
-        """Write one auditor pass into the account; what it found."""
-        finding = self.parts.finding(audit, record.progress)
-        record.audits.append(audit_record(audit, decoder, finding))
-        return finding
-
-    def keep(
-        self,
-        step: int,
-        kind: str,
-        index: int,
-        image: Float[Tensor, "3 h w"],
-        heat: Float[Tensor, "u v"] | None = None,
+        *,
+        policy: Policy | None = None,
+        config: GuardConfig | None = None,
+        seam: SeamMetric | None = None,
+        ranker: Ranker | None = None,
+        decoders: dict[str, Any] | None = None,
+        audit_log: AuditLog | None = None,
     ) -> None:
-        """Keep a picture for the report: as it is for operators, else blurred beyond recognition."""
-        from guardpaint.release import blurred_thumbnail, to_pil
+        policy = policy or Policy.default()
+        if tuple(auditor.categories) != policy.names:
+            raise BadConfig(
+                f"the auditor knows {list(auditor.categories)} but policy {policy.name!r} names "
+                f"{list(policy.names)}; they must be the same, in the same order"
+            )
+        if seam is None:
+            seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
+        config = config or GuardConfig()
+        if config.keep and ranker is None:
+            raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker")
+        self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config, ranker)
+        unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
+        if unknown:
+            raise BadConfig(
+                f"decoders for {', '.join(unknown)}: the families are {', '.join(f.name for f in FAMILIES)}"
+            )
+        self.decoders = {
+            name: decoder.to(memory_format=torch.channels_last) for name, decoder in (decoders or {}).items()
+        }
+        self.audit_log = audit_log
+        self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = doors.ThreadReports()
+        self._weights: dict[str, str] = {}
 
-        clear = self.parts.config.retain_evidence
-        picture = to_pil(image) if clear else blurred_thumbnail(image)
-        self.evidence.append(Evidence(step, kind, index, picture, not clear, heat))
+    @property
+    def config(self) -> GuardConfig:
+        return self.parts.config
 
-    def explain(self, record: StepRecord, control: Float[Tensor, "3 h w"], category: str, noise: float) -> None:
-        """Grad-CAM of the flagged category beside the control, for operators."""
-        auditor = self.parts.auditor
-        if self.parts.config.retain_evidence and isinstance(auditor, AuditorScorer):
-            try:
-                cam = grad_cam(auditor, shrink(control, auditor.sizes[1]), category, self.prompt or "", noise)
-            except Exception as error:  # an explanation that fails decides nothing
-                record.notes.append(f"no Grad-CAM: {type(error).__name__}: {error}")
-                return
-            self.keep(record.step, f"why {category}", len(record.tournaments), control, cam)
+    @property
+    def policy(self) -> Policy:
+        return self.parts.policy
+
+    def configured(self, policy: Policy | None = None, **changes: Any) -> GuardPaint:
+        """The same components under another configuration or policy."""
+        return GuardPaint(
+            self.parts.auditor,
+            self.parts.repairer,
+            self.parts.proposer,
+            policy=policy or self.parts.policy,
+            config=self.config.with_(**changes),
+            seam=self.parts.seam,
+            ranker=self.parts.ranker,
+            decoders=self.decoders,
+            audit_log=self.audit_log,
+        )
+
+    # Doors -------------------------------------------------------------------------------------------------
+
+    def attach(self, pipe: Any) -> Any:
+        """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
+        return doors.attach(self, pipe)
 
     @contextmanager
-    def clock(self, record: StepRecord, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
+    def watch(
+        self,
+        pipe: Any,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        safety_prompt: str | Sequence[str] | None = None,
+        seed: int | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[doors.Watch]:
+        """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
+        with doors.watch(
+            self,
+            pipe,
+            height=height,
+            width=width,
+            safety_prompt=safety_prompt,
+            seed=seed,
+            request_id=request_id,
+        ) as callback:
+            self._thread.watched = callback.request
+            yield callback
+        unfinished = callback.request.reports_so_far()
+        self.remember(unfinished)
+        if self.audit_log is not None:
+            self.audit_log.append([r.to_dict() for r in unfinished])
+
+    def finish(self, out: Any, output_type: str = "pil") -> Any:
+        """Final verdict for the latest watched call of this thread; returns the output, guarded."""
+        request = self._thread.watched
+        if request is None:
+            raise BadInput("guard.finish(out) closes a `with guard.watch(pipe) as cb:` call; there was none")
+        self._thread.watched = None
+        images = out[0] if isinstance(out, tuple) else out.images
+        if isinstance(images, torch.Tensor):
+            output_type = "latent" if output_type == "latent" else "pt"
+        elif not isinstance(images, list):
+            output_type = "np"
+        return self.release(request, out, output_type)
+
+    def release(self, request: Request, out: Any, output_type: str) -> Any:
+        """Final verdicts, reports remembered, and the output with what may be shown."""
+        images = out[0] if isinstance(out, tuple) else out.images
+        released, reports = request.release(images, output_type)
+        self.remember(reports)
+        return doors.finished_output(out, released, reports)
+
+    def open(
+        self,
+        pipe: Any,
+        *,
+        request_id: str | None,
+        door: str,
+        prompts: list[str] | None,
+        seeds: Callable[[int, int], tuple[int, int]],
+        true_cfg: float = 1.0,
+    ) -> Request:
+        """State for one guarded call."""
+        family = family_of(pipe)
+        return Request(
+            parts=self.parts,
+            pipe=pipe,
+            vae=pipe.vae,
+            family=family,
+            request_id=request_id or doors.new_request_id(),
+            seeds=seeds,
+            prompts=prompts,
+            tiny=self.tiny_decoder(pipe, family),
+            door=door,
+            true_cfg=true_cfg,
+            write_log=self.audit_log.append if self.audit_log is not None else None,
+            weights=self.weight_hashes() if self.audit_log is not None else {},
+        )
+
+    def tiny_decoder(self, pipe: Any, family: Family) -> Any | None:
+        """The family's tiny decoder if one is loaded and fits this pipeline's latents."""
+        tiny = self.decoders.get(family.name)
+        if tiny is None:
+            return None
+        have, need = tiny.config.latent_channels, pipe.vae.config.latent_channels
+        if have != need:
+            raise BadConfig(
+                f"the tiny decoder for {family.name!r} takes {have} latent channels, the pipeline has {need}"
+            )
+        grows, factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1), pipe.vae_scale_factor
+        if grows != factor:
+            raise BadConfig(
+                f"the tiny decoder for {family.name!r} enlarges {grows}-fold, the pipeline's VAE {factor}-fold"
+            )
+        return tiny
+
+    # Reports -----------------------------------------------------------------------------------------------
+
+    def remember(self, reports: list[GuardReport]) -> None:
+        if not reports:
+            return
+        with self._lock:
+            self._reports[reports[0].request_id] = reports
+            while len(self._reports) > REMEMBERED:
+                self._reports.popitem(last=False)
+        self._thread.latest = reports
+
+    def reports(self, request_id: str | None = None) -> list[GuardReport]:
+        """Reports of a request (the latest 256 are kept), or of this thread's latest one."""
+        if request_id is None:
+            return self._thread.latest or []
+        with self._lock:
+            if request_id not in self._reports:
+                raise BadInput(f"no request {request_id!r} among the latest {REMEMBERED}")
+            return self._reports[request_id]
+
+    def running(self, request: Request | None) -> None:
+        """The call this thread is in the middle of."""
+        self._thread.running = request
+
+    def so_far(self) -> list[GuardReport]:
+        """Unfinished reports of the call this thread is in the middle of, for step callbacks; empty outside of one."""
+        request = self._thread.running
+        return [] if request is None else request.reports_so_far()
+
+    # Audits of given images --------------------------------------------------------------------------------
+
+    def audit_image(self, image: Float[Tensor, "3 h w"], prompt: str | None = None) -> Audit:
+        """Score one finished picture at the fine size."""
+        view = shrink(image, self.parts.auditor.sizes[1])
+        audit = self.parts.auditor.audit(view[None], [prompt], 0.0)[0]
+        check_audit(audit, self.policy.names)
+        return audit
+
+    def weight_hashes(self) -> dict[str, str]:
+        """SHA-256 of the weights of each component that has any and is asked; computed once."""
+        if not self._weights:
+            for name in ("auditor", "proposer", *(("ranker",) if self.config.keep else ())):
+                part = getattr(self.parts, name)
+                if isinstance(part, nn.Module):
+                    self._weights[name] = fingerprint(part)
+            if isinstance(self.parts.repairer, Inpainter):
+                self._weights["repairer"] = fingerprint(self.parts.repairer.pipe.unet)
+        return self._weights
+
+    def to(self, device: str | torch.device) -> GuardPaint:
+        """Move every component that has weights."""
+        for part in (self.parts.auditor, self.parts.proposer, self.parts.seam, *self.decoders.values()):
+            if isinstance(part, nn.Module):
+                part.to(device)
+        if isinstance(self.parts.repairer, Inpainter):
+            self.parts.repairer.pipe.to(device)
+            if self.parts.repairer.tiny is not None:
+                self.parts.repairer.tiny.to(device)
+        return self
+
+    # Saving and loading ------------------------------------------------------------------------------------
+
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """guardpaint.json, policy.yaml and one folder per component; the manifest is written last."""
+        import yaml
+
+        directory = Path(directory)
+        auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
+        if not isinstance(auditor, AuditorScorer):
+            raise BadConfig(f"{type(auditor).__name__} is not an AuditorScorer and cannot be saved here")
+        manifest: JsonDict = {
+            "version": 1,
+            "config": self.config.to_dict(),
+            "decoders": sorted(self.decoders),
+        }
+        auditor.save_pretrained(directory / "auditor", dtype)
+        manifest["repairer"] = repairer.name
+        if isinstance(repairer, Inpainter):
+            repairer.save_pretrained(directory / "repairer")
+        elif not isinstance(repairer, NativeRepairer):
+            raise BadConfig(f"repairer {repairer.name!r} cannot be saved; known: inpainter, native")
+        manifest["proposer"] = proposer.name
+        if isinstance(proposer, TournamentProposer):
+            proposer.save_pretrained(directory / "proposer", dtype)
+        elif isinstance(proposer, FixedProposer):
+            manifest["knobs"] = proposer.knobs.as_dict()
+        elif not isinstance(proposer, UniformProposer):
+            raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
+        manifest["ranker"] = self.parts.ranker is not None
+        if self.parts.ranker is not None:
+            self.parts.ranker.save_pretrained(directory / "ranker", dtype)
+        for name, decoder in self.decoders.items():
+            decoder.save_pretrained(directory / "decoders" / name)
+        write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
+        write_json(directory / MANIFEST, manifest)
+
+    @classmethod
+    def embedded(cls, **changes: Any) -> GuardPaint:
+        """The guard that comes with the package, trained on its paper-doll world; `changes` as in from_pretrained."""
+        return cls.from_pretrained(GUARD, **changes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        *,
+        policy: Policy | str | Path | None = None,
+        lpips: str | Path | None = None,
+        audit_log: AuditLog | None = None,
+        **changes: Any,
+    ) -> GuardPaint:
+        """Load a guard from a directory or hub id; `changes` override its GuardConfig. Missing parts raise."""
+        from diffusers import AutoencoderTiny
+
+        directory = resolve(path_or_repo)
+        manifest = read_json(directory / MANIFEST)
+        if manifest.get("version") != 1:
+            raise BadCheckpoint(f"{directory / MANIFEST}: version {manifest.get('version')!r}, expected 1")
+        if not isinstance(policy, Policy):
+            policy = Policy.load(policy or directory / "policy.yaml")
+        decoders = {}
+        for name in manifest["decoders"]:
+            try:
+                decoders[name] = AutoencoderTiny.from_pretrained(directory / "decoders" / name).eval()
+            except Exception as error:
+                raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
+        auditor = AuditorScorer.from_pretrained(directory / "auditor")
+        config = GuardConfig.from_dict({**manifest["config"], **changes})
+        told = config.calibration
+        if told is not None and told.auditor not in ("", auditor.identity()):
+            raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
+        return cls(
+            auditor,
+            load_repairer(manifest["repairer"], directory),
+            load_proposer(manifest["proposer"], directory, manifest.get("knobs")),
+            policy=policy,
+            config=config,
+            seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
+            ranker=Ranker.from_pretrained(directory / "ranker") if manifest.get("ranker") else None,
+            decoders=decoders,
+            audit_log=audit_log,
+        )
+
+
+def load_repairer(name: str, directory: Path) -> Repairer:
+    if name == "inpainter":
+        return Inpainter.from_pretrained(directory / "repairer")
+    if name == "native":
+        return NativeRepairer()
+    raise BadCheckpoint(f"{directory}: repairer {name!r} is neither inpainter nor native")
+
+
+def load_proposer(name: str, directory: Path, knobs: JsonDict | None = None) -> Proposer:
+    if name == "learned":
+        return TournamentProposer.from_pretrained(directory / "proposer")
+    if knobs is not None:
         try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            record.timings[stage] = record.timings.get(stage, 0.0) + seconds
-            self.spent += seconds
-        self.check_time()
-
-    def check_time(self) -> None:
-        limit = self.parts.config.timeout_s
-        if limit and self.spent > limit:
-            raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image; timeout_s={limit}")
-
-
-def audit_record(audit: Audit, decoder: str, finding: Finding | None) -> AuditRecord:
-    return AuditRecord(
-        audit.pixels,
-        decoder,
-        audit.scores(),
-        audit.probs,
-        finding.category if finding else None,
-        finding.reason if finding else "",
-    )
-
-
-def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:
-    """A score that is missing or not a number is an error, never a pass."""
-    if set(audit.probs) != set(categories):
-        raise BadInput(f"the auditor scored {sorted(audit.probs)}, the policy names {sorted(categories)}")
-    numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
-    bad = [x for x in numbers if not (x == x and abs(x) != float("inf"))]
-    if bad or not torch.isfinite(audit.adv_map).all():
-        raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")
+            return FixedProposer(Knobs(**knobs), name)
+        except TypeError as error:
+            raise BadCheckpoint(f"{directory}: knobs {knobs} of the proposer ({error})") from error
+    for known in (UniformProposer(), FixedProposer()):
+        if known.name == name:
+            return known
+    raise BadCheckpoint(f"{directory}: proposer {name!r} is none of learned, uniform, fixed")

@@ -8,18 +8,18 @@ import math
 import pytest
 import torch
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.audit.gradcam import grad_cam, overlay
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
 from guardpaint.audit.text import byte_tokenizer, token_batch
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.release import to_pil
+from guardpaint.loop.verdict import to_pil
 from guardpaint.types import Auditor
 
 
 @pytest.fixture(scope="module")
 def small():
-    return tiny.auditor()
+    return small.auditor()
 
 
 def test_full_size_has_the_papers_dimensions():
@@ -76,7 +76,7 @@ def test_time_reaches_strength_and_quality_only(small):
 def test_safety_losses_never_reach_the_faithfulness_head(small):
     """∂(adv + class + strength + quality) is zero on text encoder and faithfulness head; cosine reaches both
     and the backbone."""
-    model = tiny.auditor(3)
+    model = small.auditor(3)
     ids = model.token_ids(["a cat", "a dog"])
     out = model(torch.rand(2, 3, 64, 64), ids, torch.tensor([0.1, 0.5]))
     faith = [
@@ -184,7 +184,7 @@ def test_grad_cam_is_a_heat_map_and_leaves_no_gradients(small):
 
 def test_grad_cam_by_hand():
     """Linear class head: α_k = w_k / (h·w), so the map is ReLU(Σ w_k F_k) up to scale."""
-    model = tiny.auditor(5)
+    model = small.auditor(5)
     image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         visual = model.features(image[None])
@@ -205,7 +205,7 @@ def test_tokenizer_spells_every_script():
 
 
 def test_prompt_cache_is_dropped_with_the_weights(small):
-    model = tiny.auditor(6)
+    model = small.auditor(6)
     image = torch.rand(1, 3, 64, 64)
     before = model.audit(image, ["a"], 0.0)[0].faithfulness
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_quality_may_follow_the_worst_place():
     """With one bad cell, P by its worst place is below P by the mean; an old checkpoint keeps the mean."""
     from dataclasses import replace
 
-    model = tiny.auditor(0)
+    model = small.auditor(0)
     assert model.config.quality_pool == "mean"
     images, ids, noise = torch.rand(2, 3, 64, 64), model.token_ids(["a", "b"]), torch.zeros(2)
     with torch.no_grad():

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 from typer.testing import CliRunner
 
-from guardpaint.cli import app
+from guardpaint.cli.main import app
 from guardpaint.data import card, labelling, sources, splits, store
 from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
-from guardpaint.world.dataset import png, record
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from paperdolls.dataset import png, record
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 POLICY = Policy.default()
 

@@ -10,13 +10,13 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.cli import app
+from guardpaint.cli.main import app
 from guardpaint.data import card, corpus_views, sources, store, views
 from guardpaint.data.labelling import Thresholds
 from guardpaint.data.views import Shelf, joined, load_views
-from guardpaint.doubles import constant_audit
+from guardpaint.testing.doubles import constant_audit
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.evaluate import calibrate, corpus_auditor
 from guardpaint.evaluate.calibrate import Looks
@@ -25,7 +25,7 @@ from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
 
 POLICY = Policy.default()
-SIZE = tiny.PIXELS
+SIZE = small.PIXELS
 LABELS = "labels-true.jsonl"
 
 
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory):
 
 
 def make(corpus, out, split, family="sd", name=None, steps=4, **more):
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     call = corpus_views.settings(pipe, {}, SIZE, steps)
     told = {"pixels": 96, "origin": family, "quiet": True, **more}
     return corpus_views.make(corpus, pipe, name or f"tiny_{family}", out, split, POLICY, call, **told)
@@ -140,14 +140,14 @@ def test_a_picture_in_two_splits_is_refused(corpus, folder, tmp_path):
 
 
 def test_a_base_is_called_as_it_was_made_to_be():
-    pipe = tiny.pipeline("sd3")
+    pipe = small.pipeline("sd3")
     own = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 1.0, "max_sequence_length": 36}
     assert corpus_views.settings(pipe, own) == own
     assert corpus_views.settings(pipe, own, size=32, steps=9) == {
         **own, "height": 32, "width": 32, "num_inference_steps": 9,
     }  # fmt: skip
-    plain = corpus_views.settings(tiny.pipeline("sd"), {})
-    assert plain["guidance_scale"] == 7.5 and plain["height"] == tiny.PIXELS and plain["num_inference_steps"] == 50
+    plain = corpus_views.settings(small.pipeline("sd"), {})
+    assert plain["guidance_scale"] == 7.5 and plain["height"] == small.PIXELS and plain["num_inference_steps"] == 50
 
 
 def test_a_shelf_hands_out_rows_in_the_order_asked_for(corpus, tmp_path, monkeypatch):
@@ -167,12 +167,12 @@ def test_pictures_whose_harm_is_nowhere_are_not_located(folder):
     """Unsafe rows are not located; safe ones are: nothing in them is unsafe."""
     config = TrainConfig(steps=1, batch_size=16, learning_rate=0.1, seed=3)
     shown = trainer.find_views(folder, "train")
-    batch = trainer.Sampler(shown, trainer.AuditorRecipe(), tiny.auditor(), config).batch(3)
+    batch = trainer.Sampler(shown, trainer.AuditorRecipe(), small.auditor(), config).batch(3)
     safe = batch.targets.category == 0
     assert torch.equal(batch.targets.located, safe.float()) and safe.sum() == 8
     assert (batch.targets.strength[~safe] == 0.8).all() and (batch.targets.strength[safe] == 0).all()
     with pytest.raises(BadConfig, match="cannot be mixed"):
-        trainer.Sampler(shown, trainer.AuditorRecipe(fresh=0.5), tiny.auditor(), config)
+        trainer.Sampler(shown, trainer.AuditorRecipe(fresh=0.5), small.auditor(), config)
 
 
 def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path):
@@ -278,13 +278,13 @@ def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
     dolls = tmp_path / "dolls"
     dolls.mkdir()
     for split in ("train", "validation"):
-        views.store([views.clean(tiny.vae(4), list(range(40)))], dolls / f"small-{split}.pt")
+        views.store([views.clean(small.vae(4), list(range(40)))], dolls / f"small-{split}.pt")
     with pytest.raises(BadInput, match="safe, nudity, violence, the auditor safe, violence, nudity"):
         trainer.run(config, dolls, tmp_path / "run", None, quiet=True, policy=swapped)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     for path in folder.glob("*-train.pt"):
         (mixed / path.name).write_bytes(path.read_bytes())
-    views.store([views.clean(tiny.vae(4), list(range(8)))], mixed / "dolls-train.pt")
+    views.store([views.clean(small.vae(4), list(range(8)))], mixed / "dolls-train.pt")
     with pytest.raises(BadInput, match="folders apart"):
         trainer.find_views(mixed, "train")

@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from guardpaint.cli import app
+from guardpaint.cli.main import app
 from guardpaint.data import pairs
 from guardpaint.data.store import Example, key_of
-from guardpaint.doubles import FlagsBright
+from guardpaint.testing.doubles import FlagsBright
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 POLICY = Policy.default()
 
@@ -184,9 +184,9 @@ def test_bad_approvals_change_nothing(tmp_path, text, message):
 
 
 def test_an_inpainting_pipeline_paints_inside_the_mask_alone():
-    from guardpaint import tiny
+    from guardpaint.testing import small
 
-    pipe = tiny.guard().parts.repairer.pipe
+    pipe = small.guard().parts.repairer.pipe
     image = Image.new("RGB", (64, 64), (40, 80, 120))
     mask = np.zeros((64, 64), bool)
     mask[10:40, 10:40] = True

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guardpaint import tiny
-from guardpaint.bases import NAMES
-from guardpaint.data import drawn, views
+from guardpaint.testing import small
+from paperdolls.bases import NAMES
+from paperdolls import views as drawn
+from guardpaint.data import views
 from guardpaint.draft import schedule
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
-from guardpaint.world.captions import caption
-from guardpaint.world.render import CODE
-from guardpaint.world.scene import safe_version, sample_scene
+from paperdolls.captions import caption
+from paperdolls.render import CODE
+from paperdolls.scene import safe_version, sample_scene
 
 CALL = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 64, "width": 64}
 SEEDS = list(range(900, 906))
@@ -40,9 +41,9 @@ def recorded(pipe, call, prompts):
     return rows
 
 
-@pytest.mark.parametrize("family", tiny.BASES)
+@pytest.mark.parametrize("family", small.BASES)
 def test_a_replayed_estimate_is_the_pipelines_own(family):
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     prompts = ["a red coat", "a blue hat"]
     for latent, level, x0 in recorded(pipe, CALL, prompts):
         again, _ = views.Replay(pipe, CALL, prompts).estimate(latent, [level, level])
@@ -53,7 +54,7 @@ def test_a_replayed_estimate_is_the_pipelines_own(family):
 def test_a_replay_scales_latents_as_euler_schedulers_do(family):
     from diffusers import EulerDiscreteScheduler
 
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     prompts = ["a red coat", "a blue hat"]
     for latent, level, x0 in recorded(pipe, CALL, prompts):
@@ -61,11 +62,11 @@ def test_a_replay_scales_latents_as_euler_schedulers_do(family):
         torch.testing.assert_close(again, x0, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("family", tiny.BASES)
+@pytest.mark.parametrize("family", small.BASES)
 def test_views_have_the_scenes_truth(family):
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     with torch.no_grad():
-        made = views.renoised(pipe, CALL, tiny.tiny_decoder(tiny.LATENT_CHANNELS[family]), SEEDS)
+        made = views.renoised(pipe, CALL, small.tiny_decoder(small.LATENT_CHANNELS[family]), SEEDS)
     assert len(made) == 12 and made.images.shape == (12, 3, 64, 64)
     assert made.kind.tolist() == [1] * 6 + [2] * 6 and set(made.decoder.tolist()) <= {0, 1}
     for i in range(12):
@@ -76,9 +77,9 @@ def test_views_have_the_scenes_truth(family):
     assert (made.noise[6:] <= made.noise[:6] + 1e-6).all(), "a step lowers the noise"
 
 
-@pytest.mark.parametrize("family", tiny.BASES)
+@pytest.mark.parametrize("family", small.BASES)
 def test_trajectories_are_whole_generations(family):
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     plain = pipe(["x"], generator=[torch.Generator().manual_seed(900)], output_type="pt", **CALL).images
 
     asked = torch.tensor([CODE[sample_scene(s).category] for s in SEEDS])
@@ -98,10 +99,10 @@ def test_trajectories_are_whole_generations(family):
     assert torch.equal(plain, after), "the pipeline is left as it was"
 
 
-@pytest.mark.parametrize("family", tiny.BASES)
+@pytest.mark.parametrize("family", small.BASES)
 def test_views_are_filed_under_the_progress_a_guard_counts(family):
     """The view of step k of n is seen when k + 1 steps are done, at a level the pipeline really walks through."""
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     walked = {round(level.noise, 5) for _, level, _ in recorded(pipe, CALL, ["x"])}
     with torch.no_grad():
         made = views.renoised(pipe, CALL, None, SEEDS)
@@ -114,12 +115,12 @@ def test_views_are_filed_under_the_progress_a_guard_counts(family):
 
 
 def test_clean_views_are_finished_pictures():
-    made = views.clean(tiny.vae(4), SEEDS)
+    made = views.clean(small.vae(4), SEEDS)
     assert (made.noise == 0).all() and (made.progress == 1).all()
 
 
 def test_sets_are_kept_and_joined(tmp_path):
-    one, two = views.clean(tiny.vae(4), SEEDS[:2]), views.clean(tiny.vae(4), SEEDS[2:])
+    one, two = views.clean(small.vae(4), SEEDS[:2]), views.clean(small.vae(4), SEEDS[2:])
     whole = views.store([one, two], tmp_path / "a.pt")
     back = views.load_views(tmp_path / "a.pt")
     assert len(back) == 6 and torch.equal(back.images, whole.images)
@@ -131,7 +132,7 @@ def test_sets_are_kept_and_joined(tmp_path):
 
 
 def test_an_auditor_labels_trajectories():
-    category, masks, harm = drawn.audited(tiny.auditor())(torch.rand(3, 3, 64, 64))
+    category, masks, harm = drawn.audited(small.auditor())(torch.rand(3, 3, 64, 64))
     assert category.shape == harm.shape == (3,) and masks.shape == (3, 64, 64)
     assert ((harm >= 0) & (harm <= 1)).all()
     assert not masks[category == 0].any()
@@ -139,7 +140,7 @@ def test_an_auditor_labels_trajectories():
 
 def test_a_decoder_of_another_latent_space_is_named(tmp_path):
     with pytest.raises(BadInput, match="mini-flux has latents of 4 channels, the tiny decoder of 16"):
-        drawn.make_views("mini-flux", tiny.tiny_decoder(16), tmp_path, "test", 4)
+        drawn.make_views("mini-flux", small.tiny_decoder(16), tmp_path, "test", 4)
 
 
 def test_a_picture_is_labelled_where_prompt_and_judge_agree():
@@ -154,9 +155,9 @@ def test_a_picture_is_labelled_where_prompt_and_judge_agree():
     assert torch.equal(category, asked) and masks.flatten(1).any(1).tolist() == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize("family", tiny.BASES)
+@pytest.mark.parametrize("family", small.BASES)
 def test_redrawn_scenes_end_finished_and_keep_their_truth(family):
-    pipe = tiny.pipeline(family)
+    pipe = small.pipeline(family)
     seeds = list(range(900, 912))
     with torch.no_grad():
         made = drawn.redrawn(pipe, {**CALL, "num_inference_steps": 6}, None, seeds)
@@ -182,7 +183,7 @@ def test_harm_that_a_base_lost_is_not_there():
 
 def test_a_render_drawn_on_by_a_trained_base_still_shows_the_scene():
     """Half noised and drawn on by mini-sd, a scene is nearer to its own render than to any other's."""
-    from guardpaint.bases import load_base, settings
+    from paperdolls.bases import load_base, settings
 
     seeds = list(range(910, 918))
     with torch.no_grad():

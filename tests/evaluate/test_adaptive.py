@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guardpaint import tiny
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import adaptive
 from guardpaint.evaluate.attacks import adaptive as attacks
 from guardpaint.evaluate.defences.base import Base
 from guardpaint.evaluate.defences.guarded import Guarded
-from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
-from guardpaint.system import GuardPaint
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.guard import GuardPaint
 
 
 @pytest.fixture(scope="module")
 def base():
-    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
-    return Base("tiny-sd", tiny.pipeline("sd"), call)
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
+    return Base("tiny-sd", small.pipeline("sd"), call)
 
 
 def test_gradients_lower_worry_within_their_bound():
-    auditor = tiny.auditor(0)
+    auditor = small.auditor(0)
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     ids = auditor.token_ids(["a", "b"])
     moved = attacks.perturbed(auditor, images, ["a", "b"], 4 / 255, steps=6)
@@ -87,8 +87,8 @@ def test_a_disguise_is_the_least_worrying_unsafe_picture(base):
 )
 def test_starting_noise_is_the_seeds_own(family, sized):
     call = {"num_inference_steps": 2, "guidance_scale": 3.0}
-    call |= {"height": tiny.PIXELS, "width": tiny.PIXELS} if sized else {}
-    base = Base(family, tiny.pipeline(family), call)
+    call |= {"height": small.PIXELS, "width": small.PIXELS} if sized else {}
+    base = Base(family, small.pipeline(family), call)
     again = attacks.starting_at(base, attacks.starting_noise(base, 5)).draw(["a"], [6])[0]
     assert again.tobytes() == base.draw(["a"], [5])[0].tobytes() != base.draw(["a"], [6])[0].tobytes()
 
@@ -119,7 +119,7 @@ def test_rows_and_numbers(base, tmp_path, monkeypatch):
     torch.manual_seed(0)
     oracle = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
-    found = adaptive.run(tiny.guard(), base, tmp_path / "a.json", 2, 1, wordings=2, seeds=1)
+    found = adaptive.run(small.guard(), base, tmp_path / "a.json", 2, 1, wordings=2, seeds=1)
     assert {"adaptive.caught.plain.eps0", "adaptive.caught.careful.eps8", "adaptive.asr.before"} <= set(found)
     assert (tmp_path / "a.rows.csv.gz").exists()
     with pytest.raises(BadInput, match="need an AuditorScorer"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from guardpaint import tiny
-from guardpaint.cli import app
+from guardpaint.testing import small
+from guardpaint.cli.main import app
 from guardpaint.config import GuardConfig
 from guardpaint.data import views
 from guardpaint.evaluate import auditor as measure
@@ -35,7 +35,7 @@ def test_f1_by_hand():
 
 def test_coverage_by_hand():
     """A map that is hot in the upper half against an unsafe left half: half covered, IoU ¼ of the rest: 1/3."""
-    audit = tiny.auditor().audit(torch.rand(1, 3, 64, 64), ["x"], 0.0)[0]
+    audit = small.auditor().audit(torch.rand(1, 3, 64, 64), ["x"], 0.0)[0]
     heat = torch.zeros(8, 8)
     heat[:4] = 1.0
     object.__setattr__(audit, "adv_map", heat)
@@ -48,8 +48,8 @@ def test_coverage_by_hand():
 def test_shifts_change_pictures_and_keep_their_size():
     from PIL import Image
 
-    from guardpaint.world.render import render
-    from guardpaint.world.scene import sample_scene
+    from paperdolls.render import render
+    from paperdolls.scene import sample_scene
 
     image = Image.fromarray(render(sample_scene(1)).image)
     for kind in ("crop", "jpeg", "cast", "blur"):
@@ -58,9 +58,9 @@ def test_shifts_change_pictures_and_keep_their_size():
 
 
 def test_the_command_writes_every_required_key(tmp_path):
-    tiny.auditor().save_pretrained(tmp_path / "auditor")
+    small.auditor().save_pretrained(tmp_path / "auditor")
     folder = tmp_path / "views"
-    net = tiny.pipeline("sd")
+    net = small.pipeline("sd")
     with torch.no_grad():
         made = [views.renoised(net, {"num_inference_steps": 2}, None, list(range(i, i + 20))) for i in (0, 20)]
     views.store(made, folder / "mini-sd-test.pt")

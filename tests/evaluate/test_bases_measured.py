@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import world
-from guardpaint.evaluate.oracle import JUDGED, Oracle, OracleConfig, OracleNet
+from paperdolls import measure as world
+from paperdolls.oracle import JUDGED, Oracle, OracleConfig, OracleNet
 
 PICTURES = [Image.new("RGB", (64, 64), c) for c in ("red", "blue")]
 CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": 64, "width": 64}
@@ -27,7 +27,7 @@ def oracle():
 @pytest.fixture(autouse=True)
 def small_bases(monkeypatch):
     def load(name):
-        pipe = tiny.inpainter().pipe if name == "mini-inpaint" else tiny.pipeline("sd")
+        pipe = small.inpainter().pipe if name == "mini-inpaint" else small.pipeline("sd")
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -47,7 +47,7 @@ def test_a_base_is_judged_on_prompts_it_has_not_seen(oracle):
 
 
 def test_a_picture_depends_on_its_seed_not_on_its_batch():
-    pipe = tiny.pipeline("sd")
+    pipe = small.pipeline("sd")
     pair = world.draw(pipe, CALL, ["a", "b"], [5, 6])
     alone = world.draw(pipe, CALL, ["b"], [6])
     assert max(abs(x - y) for x, y in zip(pair[1].tobytes(), alone[0].tobytes(), strict=True)) <= 1

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.benchmarks import load
+from guardpaint.data.prompt_files import load
 
 
 def write(tmp_path, text, name="f.csv", encoding="utf-8"):

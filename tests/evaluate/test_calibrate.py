@@ -8,24 +8,24 @@ import pytest
 from helpers import call
 from typer.testing import CliRunner
 
-from guardpaint import tiny
-from guardpaint.calibrated import Band, Calibration
-from guardpaint.cli import app
+from guardpaint.testing import small
+from guardpaint.config import Band, Calibration
+from guardpaint.cli.main import app
 from guardpaint.config import GuardConfig
 from guardpaint.data import views
-from guardpaint.doubles import AlwaysSafe, PaintsFlat
+from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.evaluate import calibrate
 from guardpaint.policy import Policy
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("calibration")
-    tiny.guard().save_pretrained(root / "guard")
-    tiny.auditor().save_pretrained(root / "auditor")
-    views.store([views.clean(tiny.vae(4), list(range(300)))], root / "views" / "mini-sd-calibration.pt")
+    small.guard().save_pretrained(root / "guard")
+    small.auditor().save_pretrained(root / "auditor")
+    views.store([views.clean(small.vae(4), list(range(300)))], root / "views" / "mini-sd-calibration.pt")
     return root
 
 
@@ -58,9 +58,9 @@ def test_the_command_writes_thresholds_into_the_guard(made):
 
 def test_a_guard_whose_auditor_was_exchanged_is_not_loaded(tmp_path):
     """Thresholds promise something of one auditor: with another one, or with its class weights taken out, they do not."""
-    auditor = tiny.auditor()
+    auditor = small.auditor()
     told = Calibration(0.1, 0.1, "x", (band(0.0, nudity=0.3),), auditor.identity())
-    parts = tiny.guard().parts
+    parts = small.guard().parts
     GuardPaint(auditor, parts.repairer, config=GuardConfig(calibration=told)).save_pretrained(tmp_path / "guard")
     assert GuardPaint.from_pretrained(tmp_path / "guard").config.calibration == told
     config = tmp_path / "guard/auditor/config.json"
@@ -125,7 +125,7 @@ def test_calibration_only_tightens_and_only_in_its_band():
                 object.__setattr__(a, "probs", {"safe": 0.98, "nudity": 0.015, "violence": 0.005})
             return found
 
-    pipe = tiny.pipeline("sd")
+    pipe = small.pipeline("sd")
     late = Calibration(0.1, 0.1, "x", (band(0.0), band(1.0, nudity=0.01)))
     plain = call(GuardPaint(Faint(), PaintsFlat()).attach(pipe)).safety[0]
     tight = call(GuardPaint(Faint(), PaintsFlat(), config=GuardConfig(calibration=late)).attach(pipe)).safety[0]
@@ -134,11 +134,11 @@ def test_calibration_only_tightens_and_only_in_its_band():
 
 
 def test_drift_is_read_from_the_guards_own_log(made, tmp_path):
-    from guardpaint.audit_log import AuditLog
+    from guardpaint.loop.audit_log import AuditLog
 
-    guard = tiny.guard()
+    guard = small.guard()
     guard.audit_log = AuditLog(tmp_path / "log.jsonl")
-    call(guard.attach(tiny.pipeline("sd")))
+    call(guard.attach(small.pipeline("sd")))
     guard.audit_log.close()
     reference = {"reference": {"edges": [0.2, 0.4], "shares": [0.98, 0.01, 0.01], "n": 1000}}
     (tmp_path / "c.json").write_text(json.dumps(reference))
@@ -166,12 +166,12 @@ def test_the_audit_command_follows_the_calibration_too(tmp_path):
     from PIL import Image
     from typer.testing import CliRunner
 
-    from guardpaint.cli import app
+    from guardpaint.cli.main import app
 
     Image.new("RGB", (64, 64), "grey").save(tmp_path / "a.png")
     verdicts = []
     for name, calibration in (("plain", None), ("tight", Calibration(0.1, 0.1, "x", (band(0.0, nudity=0.0),)))):
-        parts = tiny.guard().parts
+        parts = small.guard().parts
         guard = GuardPaint(parts.auditor, parts.repairer, config=GuardConfig(calibration=calibration))
         guard.save_pretrained(tmp_path / name)
         result = CliRunner().invoke(app, ["audit", str(tmp_path / "a.png"), "--guard", str(tmp_path / name), "--json"])

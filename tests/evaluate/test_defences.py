@@ -6,20 +6,20 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
 from guardpaint.evaluate.defences.base import Base, Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 FAMILIES = ("sd", "sdxl", "sd3", "flux")
 
 
 def a_base(family, **call):
-    settings = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
-    return Base(f"tiny-{family}", tiny.pipeline(family), {**settings, **call})
+    settings = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
+    return Base(f"tiny-{family}", small.pipeline(family), {**settings, **call})
 
 
 def plain(parts):
@@ -101,7 +101,7 @@ def test_the_filter_refuses_words_and_neighbours():
 
 
 def test_the_filter_reads_with_the_bases_own_encoder():
-    encode = prompt_filter.base_encoder(tiny.pipeline("sd"))
+    encode = prompt_filter.base_encoder(small.pipeline("sd"))
     same, other = encode(["a person"]), encode(["a person", "nothing at all"])
     assert torch.allclose(same[0], other[0], atol=1e-5) and not torch.allclose(other[0], other[1])
 
@@ -181,7 +181,7 @@ def test_a_rule_that_would_give_way_is_not_tried_under_its_name(family):
 
 def test_post_hoc_inpainting_fills_the_flagged_area_alone():
     parts = GuardPaint(FlagsBright(gain=1.6), PaintsFlat()).parts
-    pipe = tiny.guard().parts.repairer.pipe
+    pipe = small.guard().parts.repairer.pipe
     defence = post_hoc.PostHocInpaint(parts, pipe=pipe, call={"num_inference_steps": 2, "guidance_scale": 2.0})
     picture = Image.new("RGB", (64, 64), (30, 30, 30))
     picture.paste((255, 255, 255), (0, 0, 64, 40))

@@ -13,12 +13,12 @@ from PIL import Image
 from guardpaint.data import pairs as make
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import history, inpainter
-from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 from guardpaint.policy import Policy
-from guardpaint.train.generator import load_pipeline
+from paperdolls.models.generator import load_pipeline
 from guardpaint.train.pair_latents import encode_pairs
 from guardpaint.verify.seam import PixelSeam
-from guardpaint.world.scene import sample_scene
+from paperdolls.scene import sample_scene
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from transformers import (
     CLIPVisionModel,
 )
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.evaluate import judges, real_metrics, run
@@ -89,7 +89,7 @@ def clip_folder(tmp_path_factory):
     CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)).save_pretrained(folder)
     size = {"height": 32, "width": 32}
     images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=size)
-    CLIPProcessor(images, tiny.clip_tokenizer()).save_pretrained(folder)
+    CLIPProcessor(images, small.clip_tokenizer()).save_pretrained(folder)
     return folder
 
 

@@ -11,11 +11,11 @@ import torch
 
 import guardpaint
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.evaluate.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
-from guardpaint.train import oracle as trainer
-from guardpaint.train import vae
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
+from paperdolls.models import oracle as trainer
+from paperdolls.models import vae
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 GUARD = ("guard", "request", "release", "doors", "system", "draft", "audit", "repair", "verify", "reinsert", "tiny")
 
@@ -101,8 +101,8 @@ def test_trained_scenes_never_meet_the_held_out_ones():
 
 def test_small_things_are_looked_for_place_by_place(tmp_path):
     """A warm-started oracle with spots says at first exactly what the one before said; then its maps can add to it."""
-    from guardpaint.evaluate.oracle import PRESENT
-    from guardpaint.train import oracle as training
+    from paperdolls.oracle import PRESENT
+    from paperdolls.models import oracle as training
     from guardpaint.train.engine import TrainConfig
 
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_soft_pictures_leave_blades_alone():
 
 def test_the_softener_keeps_what_is_there():
     """The shipped mini-sd's guess of a slightly noised scene is near the scene, and is not the scene."""
-    from guardpaint.train.generator import load_pipeline
+    from paperdolls.models.generator import load_pipeline
 
     pipe = load_pipeline(Path(guardpaint.__file__).parent / "assets" / "mini-sd")
     batch = trainer.lesson(trainer.lesson_scenes(802, 4))
@@ -173,7 +173,8 @@ def test_the_softener_keeps_what_is_there():
 
 def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
     """Six of sixteen: the stored pictures with their scenes' truth; their props are not judged."""
-    from guardpaint.data import drawn, views
+    from paperdolls import views as drawn
+    from guardpaint.data import views
 
     drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=8)
     kept = trainer.drawn_pictures(tmp_path)

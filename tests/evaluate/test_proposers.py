@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from guardpaint import tiny
-from guardpaint.doubles import AlwaysUnsafe
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysUnsafe
 from guardpaint.evaluate import proposers
-from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.rollouts import State
-from guardpaint.system import GuardPaint
+from guardpaint.train.rollouts import State
+from guardpaint.guard import GuardPaint
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def oracle():
 
 @pytest.fixture(scope="module")
 def guard():
-    return GuardPaint(AlwaysUnsafe(), tiny.inpainter(0))
+    return GuardPaint(AlwaysUnsafe(), small.inpainter(0))
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +65,16 @@ def test_rows_are_paired_and_nested(states, parts, oracle):
 def test_the_optimiser_finds_a_known_optimum(states, parts, monkeypatch):
     """Utility depends on guidance alone, best at 6, and every step costs: shallow and near 6 wins."""
 
-    start = proposers.arena_of(states[0], parts).state
+    start = proposers.tournament_of(states[0], parts).state
 
     class Hill:
         state, seed = start, 0
 
-        def contest(self, knobs, name):
+        def play(self, knobs, name):
             found = [SimpleNamespace(utility=max(0.0, 1 - (k.cfg - 6) ** 2 / 20)) for k in knobs]
             return SimpleNamespace(record=SimpleNamespace(candidates=found))
 
-    monkeypatch.setattr(proposers, "arena_of", lambda state, parts: Hill())
+    monkeypatch.setattr(proposers, "tournament_of", lambda state, parts: Hill())
     found = proposers.optimised(states, parts, trials=60)
     knobs = found.propose(start, 2, 0)
     assert found.name == "optimised" and knobs[0].depth == 1 and abs(knobs[0].cfg - 6) < 1

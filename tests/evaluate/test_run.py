@@ -8,16 +8,16 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.doubles import AlwaysUnsafe, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import figures, harness, page, run, summary
 from guardpaint.evaluate.defences import guarded
 from guardpaint.evaluate.defences.base import Base, Outcome
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.evaluate.judges import OracleJudge
-from guardpaint.evaluate.oracle import Oracle, OracleConfig, OracleNet
-from guardpaint.system import GuardPaint
+from guardpaint.data.judges import OracleJudge
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.guard import GuardPaint
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def judge(oracle):
 
 @pytest.fixture(scope="module")
 def base():
-    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
-    return Base("tiny-sd", tiny.pipeline("sd"), call)
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
+    return Base("tiny-sd", small.pipeline("sd"), call)
 
 
 def test_the_benign_suite_has_every_hard_kind():
@@ -299,7 +299,7 @@ def test_pairs_show_many_scenes_and_what_was_withheld(tmp_path):
 
 def test_times_measured_side_by_side_replace_the_rows_own(tmp_path):
     from guardpaint.evaluate import gather
-    from guardpaint.results import write_results
+    from guardpaint.store.results import write_results
 
     file = tmp_path / "defences.json"
     write_results(
@@ -414,7 +414,7 @@ def test_a_withheld_picture_agrees_with_nothing_on_the_front():
 @pytest.mark.usefixtures("forgetful")
 def test_a_guard_by_its_folder(tmp_path):
     """Two guards in one run, told apart by name and by hash; neither is a point of the front."""
-    tiny.guard().configured(candidates=2).save_pretrained(tmp_path / "g")
+    small.guard().configured(candidates=2).save_pretrained(tmp_path / "g")
     name = f"ours@{tmp_path / 'g'}"
     defence, config = harness.open_defence(name, None)
     assert defence.guard.config.candidates == 2 and defence.name == name
@@ -542,8 +542,8 @@ def test_one_results_file_from_runs(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
     monkeypatch.setattr(gather, "LEAST", 4)
     rows = run.Rows(tmp_path / "run")
-    call = {"num_inference_steps": 1, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
-    quick = Base("tiny-sd", tiny.pipeline("sd"), call)
+    call = {"num_inference_steps": 1, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
+    quick = Base("tiny-sd", small.pipeline("sd"), call)
     for defence in (Undefended(), Undefended("ours")):
         made = run.draw(quick, defence, "", run.benign_suite(6), OracleJudge(oracle))
         run.keep([({**r, "triggered": 0}, i) for r, i in made], rows, tmp_path / "run", None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from guardpaint.evaluate.statistics import bootstrap, effective, kid, ratio_interval, share, wilson
-from guardpaint.evaluate.world import agreement, metrics
+from paperdolls.measure import agreement, metrics
 
 
 def test_wilson_by_hand():

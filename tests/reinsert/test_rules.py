@@ -16,10 +16,10 @@ from diffusers import (
 )
 from helpers import bright_guard, call, captured, gen
 
-from guardpaint.doubles import FlagsBright, PaintsFlat
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.policy import Policy
 from guardpaint.reinsert import rules
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 from guardpaint.types import Edit, Level
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
@@ -85,7 +85,7 @@ def final_error(pipe, rule: str, hold: float = 1.0, start: float = 0.3) -> float
         return tensors
 
     edits = []
-    from guardpaint.guard import ImageGuard
+    from guardpaint.loop.step import ImageGuard
 
     original = ImageGuard.reinsert
 
@@ -159,7 +159,7 @@ def test_null_text_brings_the_estimate_closer(pipe, family):
     """Ten steps of the optimiser lower ‖x̂0 − ẑ0‖ inside the mask at the live latent."""
     if family == "flux":
         pytest.skip("FLUX has no unconditional rows")
-    from guardpaint.guard import ImageGuard
+    from guardpaint.loop.step import ImageGuard
 
     seen = []
     original = ImageGuard.reinsert
@@ -253,13 +253,13 @@ def test_tiny_guard_runs_every_rule_without_error(sd_pipe):
 @pytest.mark.parametrize("name", ["sd", "flux"])
 def test_a_draft_without_recorded_calls_takes_its_default_rule(name):
     """Nothing is asked of a denoiser that was never heard; rules that need one give way, a family's own does not."""
-    from guardpaint import tiny
+    from guardpaint.testing import small
     from guardpaint.draft.conditioning import BaseModel
     from guardpaint.draft.families import family_of
     from guardpaint.reinsert.apply import choose
     from guardpaint.types import Draft
 
-    pipe = tiny.pipeline(name)
+    pipe = small.pipeline(name)
     family = family_of(pipe)
     base = BaseModel(pipe, pipe.vae, family, pipe.scheduler, calls=(), image=0, batch=1, guidance=1.0)
     zero, level = torch.zeros(4, 8, 8), Level(0.5, 0.5, 0.5)

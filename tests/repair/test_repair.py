@@ -7,17 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.repair.denoise import DEPTHS, denoise, in_batches
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, StrongProposer, UniformProposer, denormalise
-from guardpaint.repair.proposer import (
-    ProposerConfig,
-    StateEncoder,
-    TournamentProposer,
-    fold_channels,
-)
+from guardpaint.repair.proposer import ProposerConfig, StateEncoder, TournamentProposer, fold_channels
 from guardpaint.types import Knobs, Level, Proposer, ProposerState, RepairRequest
 
 STATE = ProposerState(torch.zeros(32), torch.zeros(4, 16, 16), torch.zeros(256), 0.2, 0.8)
@@ -31,7 +26,7 @@ def test_denormalise_by_hand():
     assert (clipped.cfg, clipped.dilation, clipped.depth, clipped.seed_offset) == (1.0, 1.0, 10, 900)
 
 
-@pytest.mark.parametrize("proposer", [UniformProposer(), FixedProposer(), StrongProposer(), tiny.proposer()])
+@pytest.mark.parametrize("proposer", [UniformProposer(), FixedProposer(), StrongProposer(), small.proposer()])
 def test_every_proposer_keeps_to_the_ranges_and_its_seed(proposer):
     assert isinstance(proposer, Proposer)
     knobs = proposer.propose(STATE, 20, seed=3)
@@ -77,7 +72,7 @@ def test_channels_fold():
 
 
 def test_proposer_round_trip(tmp_path):
-    p = tiny.proposer(2)
+    p = small.proposer(2)
     p.save_pretrained(tmp_path)
     assert TournamentProposer.from_pretrained(tmp_path).propose(STATE, 3, 1) == p.propose(STATE, 3, 1)
 
@@ -97,7 +92,7 @@ MIXED = [Knobs(3.0 + i, 0.3, 0.5, 0.1 * i, d, 100 * i) for i, d in enumerate((10
 
 def test_a_batch_of_mixed_depths_equals_one_by_one():
     """Every candidate of a batch is the picture it would have been alone, whatever the batch size."""
-    inpainter = tiny.inpainter()
+    inpainter = small.inpainter()
     together = inpainter.candidates(request(MIXED))
     halves = inpainter.candidates(request(MIXED, batch=2))
     alone = torch.cat([inpainter.candidates(request([k])) for k in MIXED])
@@ -121,7 +116,7 @@ def test_depth_counts_denoiser_calls():
 @pytest.mark.parametrize("batch", [8, 2])
 def test_a_previewed_candidate_goes_on_from_its_preview(batch):
     """The first step is not taken twice, and the picture is the one that no preview would have changed."""
-    inpainter = tiny.inpainter()
+    inpainter = small.inpainter()
     calls: list[int] = []
     inpainter.pipe.unet.register_forward_hook(lambda *a: calls.append(len(a[1][0]) // 2))
     whole = inpainter.candidates(request(MIXED, batch=batch))
@@ -138,7 +133,7 @@ def test_a_previewed_candidate_goes_on_from_its_preview(batch):
 
 
 def test_other_shapes_go_through_the_native_size():
-    inpainter = tiny.inpainter()
+    inpainter = small.inpainter()
     assert inpainter.native_size(64, 64) == (64, 64)
     assert inpainter.native_size(512, 768) == (64, 96)
     out = inpainter.candidates(request(MIXED[:1], size=96))
@@ -146,7 +141,7 @@ def test_other_shapes_go_through_the_native_size():
 
 
 def test_candidates_ignore_the_global_rng():
-    inpainter = tiny.inpainter()
+    inpainter = small.inpainter()
     torch.manual_seed(1)
     state = torch.get_rng_state()
     a = inpainter.candidates(request(MIXED[:1]))
@@ -157,7 +152,7 @@ def test_candidates_ignore_the_global_rng():
 
 def test_a_four_channel_unet_is_no_inpainter(tmp_path):
     with pytest.raises(BadCheckpoint, match="4 channels"):
-        Inpainter(tiny.pipeline("sd"))
+        Inpainter(small.pipeline("sd"))
     with pytest.raises(BadCheckpoint, match="not a StableDiffusionInpaintPipeline"):
         Inpainter.from_pretrained(tmp_path)
 

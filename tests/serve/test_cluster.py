@@ -14,17 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.audit_log import AuditLog, verify_log
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.loop.audit_log import AuditLog, verify_log
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat
 from guardpaint.policy import Policy
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
 USER, OPERATOR = "user-secret-0123456", "operator-secret-012"
 LIMITS = Settings({USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000)}, queue=64, batch=2)
 BAD = Image.new("RGB", (64, 64), "white")
@@ -44,7 +44,7 @@ class FlagsShouting(AlwaysSafe):
 def load(log, name=None):
     guard = GuardPaint(FlagsShouting(), PaintsFlat(), audit_log=AuditLog(f"{log}-{name}") if name else None)
     policy = Policy.from_dict({**guard.policy.to_dict(), "last_resort": ["block"]})
-    return Worker(guard.configured(policy=policy), tiny.pipeline("sd"), CALL, LIMITS)
+    return Worker(guard.configured(policy=policy), small.pipeline("sd"), CALL, LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def ask(address, prompt, seed, **body):
 
 
 def own(prompt, seed):
-    image = tiny.pipeline("sd")([prompt], generator=[torch.Generator().manual_seed(seed)], **CALL).images[0]
+    image = small.pipeline("sd")([prompt], generator=[torch.Generator().manual_seed(seed)], **CALL).images[0]
     return image.tobytes()
 
 

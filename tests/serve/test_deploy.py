@@ -39,7 +39,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
 def test_commands_in_the_files_are_known():
     from typer.testing import CliRunner
 
-    from guardpaint.cli import app
+    from guardpaint.cli.main import app
 
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", "--help"]).output
     for name in ("Dockerfile", "guardpaint.service"):

@@ -9,12 +9,12 @@ import pytest
 from helpers import serving
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.doubles import FlagsBright, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -27,11 +27,11 @@ USER, OPERATOR = "user-secret-0123456", "operator-secret-012"
 @pytest.fixture(scope="module")
 def address():
     guard = GuardPaint(FlagsBright(gain=1.2), PaintsFlat()).configured(retain_evidence=False, f_gate="off")
-    call = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+    call = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
     keys = {USER: Key("ann", per_minute=600), OPERATOR: Key("olga", "operator", 600)}
     bad = Image.new("RGB", (64, 64), "white")
     service = Service(
-        Worker(guard, tiny.pipeline("sd"), call, Settings(keys=keys)), "tiny-sd", Settings(keys=keys), bad
+        Worker(guard, small.pipeline("sd"), call, Settings(keys=keys)), "tiny-sd", Settings(keys=keys), bad
     )
     with serving(create_app(service)) as where:
         yield where

@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from guardpaint import tiny
-from guardpaint.audit_log import AuditLog
-from guardpaint.doubles import AlwaysSafe, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.loop.audit_log import AuditLog
+from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 from guardpaint.errors import BadConfig
 from guardpaint.serve.cluster import Cluster, Facts, Generator, Rule
 from guardpaint.serve.settings import Settings
 from guardpaint.serve.worker import Ask, Worker
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
-CALL = {"num_inference_steps": 2, "height": tiny.PIXELS, "width": tiny.PIXELS}
+CALL = {"num_inference_steps": 2, "height": small.PIXELS, "width": small.PIXELS}
 
 
 @pytest.fixture
 def replica():
     made = Generator(
-        lambda name: Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings()), "a"
+        lambda name: Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings()), "a"
     )
     yield made
     made.worker.close()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from test_service import OPERATOR, bearer, make
 
-from guardpaint.doubles import FlagsBright
+from guardpaint.testing.doubles import FlagsBright
 from guardpaint.serve.app import create_app
 
 PATHS = (

@@ -14,27 +14,27 @@ from fastapi.testclient import TestClient
 from helpers import serving
 from PIL import Image
 
-from guardpaint import tiny
-from guardpaint.audit_log import AuditLog, read_key, verify_log
-from guardpaint.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
+from guardpaint.testing import small
+from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.disclosure import EXACT
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.settings import Key, Settings, load_keys
 from guardpaint.serve.worker import Ask, Cancelled, Job, Overloaded, Worker
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 USER, OPERATOR, OTHER = "user-secret-0123456", "operator-secret-012", "other-secret-012345"
 KEYS = {USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000), OTHER: Key("bob", per_minute=1000)}
-CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": tiny.PIXELS, "width": tiny.PIXELS}
+CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
 BAD = Image.new("RGB", (64, 64), "white")
 
 
 def make(auditor=None, guard=None, **settings):
     guard = guard or GuardPaint(auditor or AlwaysSafe(), PaintsFlat())
     limits = Settings(keys=KEYS, **settings)
-    return Service(Worker(guard, tiny.pipeline("sd"), CALL, limits), "tiny-sd", limits, BAD)
+    return Service(Worker(guard, small.pipeline("sd"), CALL, limits), "tiny-sd", limits, BAD)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def picture(item):
 def test_a_calm_prompt_gets_the_pipelines_own_picture(client):
     answer = ask(client(), n=2)
     assert answer.status_code == 200 and answer.headers["x-request-id"]
-    own = tiny.pipeline("sd")(
+    own = small.pipeline("sd")(
         ["a person"] * 2, generator=[torch.Generator().manual_seed(s) for s in (1, 2)], **CALL
     ).images
     data = answer.json()["data"]
@@ -172,7 +172,7 @@ def test_bad_keys_are_refused_everywhere(client, secret):
 
 def test_rates_and_queues_say_when_to_come_back(client):
     slow = {**KEYS, USER: Key("ann", per_minute=2)}
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(keys=slow))
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(keys=slow))
     service = Service(worker, "m", Settings(keys=slow), BAD)
     with TestClient(create_app(service)) as test:
         assert ask(test, n=2).status_code == 200
@@ -356,11 +356,11 @@ def test_uploads_are_audited(client):
 
 
 def jobs(count, steps=2, prompt="a person"):
-    return [Job(prompt, i, Ask(steps, 3.0, (tiny.PIXELS, tiny.PIXELS)), "ann") for i in range(count)]
+    return [Job(prompt, i, Ask(steps, 3.0, (small.PIXELS, small.PIXELS)), "ann") for i in range(count)]
 
 
 def test_compatible_pictures_are_drawn_together():
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(batch=3, linger=0.3))
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(batch=3, linger=0.3))
     mixed = [*jobs(2), *jobs(1, steps=1), *jobs(1)]
     worker.submit(mixed)
     for job in mixed:
@@ -375,7 +375,7 @@ def test_batching_changes_no_decision():
 
     guard = GuardPaint(EverySecond(), PaintsFlat())
     guard = guard.configured(policy=replace(guard.policy, last_resort=("block",)))
-    worker = Worker(guard, tiny.pipeline("sd"), CALL, Settings(batch=2, linger=0.3))
+    worker = Worker(guard, small.pipeline("sd"), CALL, Settings(batch=2, linger=0.3))
     pair = [*jobs(1), *jobs(1, prompt="a person!")]
     worker.submit(pair)
     calm, flagged = (j.future.result(60) for j in pair)
@@ -385,7 +385,7 @@ def test_batching_changes_no_decision():
 
 
 def test_pictures_nobody_waits_for_are_not_finished():
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(linger=0.0))
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(linger=0.0))
     (long,) = jobs(1, steps=60)
     worker.submit([long])
     time.sleep(0.3)
@@ -398,7 +398,7 @@ def test_pictures_nobody_waits_for_are_not_finished():
 
 
 def test_closing_fails_what_waits_and_takes_nothing_new():
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(batch=1, linger=0.0))
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(batch=1, linger=0.0))
     many = jobs(4, steps=8)
     worker.submit(many)
     time.sleep(0.05)
@@ -472,7 +472,7 @@ def test_a_running_service_does_not_begin_to_keep_flagged_pictures(client):
 
 
 def test_failing_accounts_do_not_stop_the_worker():
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(linger=0.0))
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(linger=0.0))
 
     def broken(*_):
         raise RuntimeError("no")
@@ -486,7 +486,7 @@ def test_failing_accounts_do_not_stop_the_worker():
 
 
 def test_closing_after_a_client_left_resolves_the_others():
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, Settings(batch=1, linger=0.0))
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(batch=1, linger=0.0))
     many = jobs(4, steps=8)
     worker.submit(many)
     many[2].future.cancel()
@@ -497,7 +497,7 @@ def test_closing_after_a_client_left_resolves_the_others():
 def test_turned_away_pictures_cost_no_rate(client):
     keys = {**KEYS, USER: Key("ann", per_minute=3)}
     limits = Settings(keys=keys, queue=2)
-    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), tiny.pipeline("sd"), CALL, limits)
+    worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, limits)
     service = Service(worker, "m", limits, BAD)
     with TestClient(create_app(service)) as test:
         assert ask(test, n=3).status_code == 503

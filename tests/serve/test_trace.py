@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guardpaint import tiny
-from guardpaint.doubles import FlagsBright, PaintsFlat
+from guardpaint.testing import small
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.errors import BadConfig
 from guardpaint.serve import trace
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 
 def test_no_environment_no_tracer():
@@ -55,8 +55,8 @@ def test_stages_lie_inside_their_picture(monkeypatch):
             return Tracer()
 
     guard = GuardPaint(FlagsBright(gain=3.0), PaintsFlat())
-    out = guard.attach(tiny.pipeline("sd"))(
-        "a person", generator=torch.Generator().manual_seed(1), height=tiny.PIXELS, width=tiny.PIXELS,
+    out = guard.attach(small.pipeline("sd"))(
+        "a person", generator=torch.Generator().manual_seed(1), height=small.PIXELS, width=small.PIXELS,
         num_inference_steps=4,
     )  # fmt: skip
     trace.record(trace.tracer(provider=Provider()), out.safety, 100.0)

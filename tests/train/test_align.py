@@ -12,14 +12,14 @@ import torch
 from helpers import small_inpainter
 from typer.testing import CliRunner
 
-from guardpaint.cli import app
+from guardpaint.cli.main import app
 from guardpaint.data import pairs as make
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.train import align, alignment_watch, dynamics, memory
 from guardpaint.train.engine import TrainConfig
-from guardpaint.train.generator import load_pipeline
-from guardpaint.train.latents import tokenise
+from paperdolls.models.generator import load_pipeline
+from paperdolls.models.latents import tokenise
 from guardpaint.train.pair_latents import encode_pairs, load_pairs
 
 POLICY = Policy.default()

@@ -13,16 +13,17 @@ import pytest
 import torch
 import yaml
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.data import drawn, views
+from paperdolls import views as drawn
+from guardpaint.data import views
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.train import auditor as trainer
 from guardpaint.train import auditor_pictures
 from guardpaint.train.engine import TrainConfig
-from guardpaint.world.captions import HIDDEN_NUDITY, caption
-from guardpaint.world.render import render
-from guardpaint.world.scene import HARD_NEGATIVES, sample_scene
+from paperdolls.captions import HIDDEN_NUDITY, caption
+from paperdolls.render import render
+from paperdolls.scene import HARD_NEGATIVES, sample_scene
 
 SMALL = {"small": True, "sizes": [64, 96]}
 
@@ -30,7 +31,7 @@ SMALL = {"small": True, "sizes": [64, 96]}
 @pytest.fixture(scope="module")
 def view_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("views")
-    net = tiny.vae(4)
+    net = small.vae(4)
     for split, first in drawn.VIEW_SEEDS.items():
         views.store([views.clean(net, list(range(first, first + 60)))], folder / f"small-{split}.pt")
     return folder
@@ -39,7 +40,7 @@ def view_folder(tmp_path_factory):
 def sampler(view_folder, **recipe):
     config = TrainConfig(steps=1, batch_size=16, learning_rate=0.1, seed=3)
     data = trainer.find_views(view_folder, "train")
-    return trainer.Sampler(data, trainer.AuditorRecipe(**recipe), tiny.auditor(), config)
+    return trainer.Sampler(data, trainer.AuditorRecipe(**recipe), small.auditor(), config)
 
 
 def test_batches_are_balanced_and_repeat(view_folder):
@@ -82,7 +83,7 @@ def test_prompts_vary_and_may_be_garbled(view_folder):
 
 def test_repairs_count_as_matched_when_f_is_calibrated(view_folder):
     """One cosine per unsafe view, of its safe form with its own prompt, as an audit of that pair gives it."""
-    model, held_out = tiny.auditor(), trainer.find_views(view_folder, "validation")
+    model, held_out = small.auditor(), trainer.find_views(view_folder, "validation")
     found = trainer.matched_repairs(model, held_out, 64)
     rows = torch.nonzero(held_out.category != 0)[:, 0]
     assert len(found) == len(rows) > 2
@@ -113,7 +114,7 @@ def test_late_views_come_up_more_often(view_folder):
     data = trainer.find_views(view_folder, "train")
     half = replace(data, progress=torch.arange(len(data)).float() % 2)
     config = TrainConfig(steps=1, batch_size=400, learning_rate=0.1, seed=3)
-    picked = trainer.Sampler(half, trainer.AuditorRecipe(late=2.0), tiny.auditor(), config).pick(
+    picked = trainer.Sampler(half, trainer.AuditorRecipe(late=2.0), small.auditor(), config).pick(
         400, torch.Generator().manual_seed(0)
     )
     share = float(half.progress[picked].mean())
@@ -167,7 +168,7 @@ def test_macro_f1_by_hand():
 
 def test_faithfulness_is_calibrated():
     """Matched cosines near 0.8, others near 0.2: F is above ½ for the first, below for the second."""
-    model = tiny.auditor()
+    model = small.auditor()
     g = torch.Generator().manual_seed(0)
     matched, others = 0.8 + 0.1 * torch.randn(200, generator=g), 0.2 + 0.1 * torch.randn(200, generator=g)
     trainer.calibrate_faithfulness(model, matched, others)
@@ -221,7 +222,7 @@ def test_missing_views_are_named(tmp_path, view_folder):
     safe = trainer.find_views(view_folder, "train")
     safe = safe.rows(torch.nonzero(safe.category == 0)[:, 0])
     with pytest.raises(BadInput, match="nothing of nudity, violence"):
-        trainer.Sampler(safe, trainer.AuditorRecipe(), tiny.auditor(), TrainConfig(1, 2, 0.1))
+        trainer.Sampler(safe, trainer.AuditorRecipe(), small.auditor(), TrainConfig(1, 2, 0.1))
 
 
 def test_bad_shapes_are_named():
@@ -276,7 +277,7 @@ def test_half_repairs_that_nobody_could_judge_are_not_judged(view_folder):
 
 def test_class_weights_are_taken_out_of_the_probabilities():
     """Logits (0, ln 5, ln 2) with weights 1/5/2 are even odds: a third each; without them 1/8, 5/8, 2/8."""
-    net = tiny.auditor()
+    net = small.auditor()
     logits = torch.tensor([[1.0, 5.0, 2.0]]).log()
     assert torch.allclose(net.probabilities(logits), torch.tensor([[1, 5, 2]]) / 8)
     net.config = replace(net.config, class_weights=(1.0, 5.0, 2.0))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.audit.model import Text
 from guardpaint.train import auditor_loss as losses
 
@@ -50,7 +50,7 @@ def test_maps_by_hand():
 
 def test_a_harm_that_is_nowhere_teaches_the_maps_nothing():
     """Of two unsafe rows only the located one moves the maps; without `located` both do."""
-    model = tiny.auditor()
+    model = small.auditor()
     scores = model.heads(*model_input(model), torch.zeros(2))
     free = {k: getattr(scores, k).detach().requires_grad_() for k in ("adv_map", "class_maps")}
     scores = scores._replace(**free)
@@ -81,7 +81,7 @@ def test_a_right_map_is_cheaper_than_a_wrong_one():
 
 @pytest.fixture
 def scored():
-    model = tiny.auditor()
+    model = small.auditor()
     model.train()
     images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     visual = model.features(images)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from guardpaint.evaluate.oracle import OracleConfig
+from paperdolls.oracle import OracleConfig
 from guardpaint.train.align import AlignConfig
 from guardpaint.train.auditor import AuditorRecipe
-from guardpaint.train.distil import DistilConfig
+from paperdolls.models.distil import DistilConfig
 from guardpaint.train.engine import load_config
 from guardpaint.train.proposer import ProposerTraining
 from guardpaint.train.ranker import RankerTraining
-from guardpaint.train.recipe import GeneratorConfig
-from guardpaint.train.tiny_decoder import TinyConfig
-from guardpaint.train.vae import VaeConfig
+from paperdolls.models.recipe import GeneratorConfig
+from paperdolls.models.tiny_decoder import TinyConfig
+from paperdolls.models.vae import VaeConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "train").glob("*.yaml"))
 KINDS = {"turbo": DistilConfig, "auditor": AuditorRecipe, "proposer": ProposerTraining, "ranker": RankerTraining,

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from guardpaint import bases, tiny
+from paperdolls import bases
+from guardpaint.testing import small
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.train import distil, generator, vae
+from paperdolls.models import distil, generator, vae
 
 SHAPE = {"layers": 1, "single_layers": 1, "heads": 2, "text_width": 32, "tokens": 48, "other_tokens": 16, "merges": 50}
 
@@ -117,7 +118,7 @@ def test_a_loss_curve_averages_stretches(tmp_path):
 def test_an_auditor_may_ship_with_one_size(tmp_path):
     from guardpaint.audit.model import AuditorScorer
 
-    auditor = tiny.auditor()
+    auditor = small.auditor()
     auditor.save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text("{}")
     with pytest.raises(BadInput, match="size 7: the auditor"):

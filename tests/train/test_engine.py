@@ -10,7 +10,7 @@ from torch import nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.train.engine import Ema, TrainConfig, fit, load_config, write_card
-from guardpaint.train.vae import TEST_SEEDS, VaeConfig, build, psnr, reconstruction, run, scenes
+from paperdolls.models.vae import TEST_SEEDS, VaeConfig, build, psnr, reconstruction, run, scenes
 
 
 def model():

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train import focus
+from paperdolls.models import focus
 from guardpaint.train.engine import TrainConfig
-from guardpaint.train.generator import batch_of
-from guardpaint.train.latents import SceneLatents
-from guardpaint.train.recipe import Batch, GeneratorConfig
-from guardpaint.world.masks import differs, figure_mask
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from paperdolls.models.generator import batch_of
+from paperdolls.models.latents import SceneLatents
+from paperdolls.models.recipe import Batch, GeneratorConfig
+from paperdolls.masks import differs, figure_mask
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 
 def test_weights_by_hand():

@@ -10,11 +10,11 @@ from torch import nn
 
 from guardpaint.draft import flux
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train import flow_recipes, generator, recipes, teachers, vae
+from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
 from guardpaint.train.engine import TrainConfig
-from guardpaint.train.latents import SceneLatents, encode_scenes, fingerprint, tokenise
-from guardpaint.train.recipe import Batch, GeneratorConfig, min_snr_weight
-from guardpaint.world.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
+from paperdolls.models.latents import SceneLatents, encode_scenes, fingerprint, tokenise
+from paperdolls.models.recipe import Batch, GeneratorConfig, min_snr_weight
+from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
 FAMILIES = tuple(recipes.RECIPES)
 SMALL = {
@@ -468,6 +468,6 @@ def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
 
 def test_a_teachers_velocity_counts_less_at_the_start():
     """4·(1 − σ)², at most 1."""
-    from guardpaint.train.flow_recipes import trust
+    from paperdolls.models.flow_recipes import trust
 
     assert trust(torch.tensor([0.0, 0.5, 0.75, 1.0])).tolist() == pytest.approx([1.0, 1.0, 0.25, 0.0])

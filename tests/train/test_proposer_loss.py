@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guardpaint.repair.proposer import ProposerConfig, TournamentProposer
-from guardpaint.seeds import generator
+from guardpaint.store.seeds import generator
 from guardpaint.train import proposer_loss as L
 
 

@@ -7,10 +7,10 @@ import torch
 import yaml
 
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train import reader, recipes
-from guardpaint.train.recipe import GeneratorConfig
-from guardpaint.world.captions import caption
-from guardpaint.world.scene import sample_scene
+from paperdolls.models import reader, recipes
+from paperdolls.models.recipe import GeneratorConfig
+from paperdolls.captions import caption
+from paperdolls.scene import sample_scene
 
 SHAPE = {
     "family": "flux",

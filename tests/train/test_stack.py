@@ -9,12 +9,12 @@ import torch
 from helpers import small_inpainter
 from peft import LoraConfig, get_peft_model
 
-from guardpaint.bases import LORA
-from guardpaint.checkpoint import write_json
+from paperdolls.bases import LORA
+from guardpaint.store.checkpoint import write_json
 from guardpaint.errors import BadCheckpoint
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.train import stack
-from guardpaint.train.generator import load_pipeline
+from paperdolls.models.generator import load_pipeline
 
 
 def stage(unet, run, rank, modules, seed, alpha=None):

@@ -7,7 +7,7 @@ import json
 import torch
 
 from guardpaint.draft.codec import vae_decode
-from guardpaint.train import tiny_decoder, vae
+from paperdolls.models import tiny_decoder, vae
 
 
 def test_latents_are_those_of_the_pipelines():

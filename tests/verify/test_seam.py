@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from guardpaint import tiny
+from guardpaint.testing import small
 from guardpaint.errors import BadCheckpoint
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam, ring, seam_quality
 
@@ -54,7 +54,7 @@ def test_backbone_metric_grows_with_the_artefact():
     g = torch.Generator().manual_seed(0)
     control, noise = torch.rand(3, 64, 64, generator=g), torch.randn(3, 64, 64, generator=g)
     candidates = torch.stack([(control + k * noise).clamp(0, 1) for k in (0.0, 0.05, 0.2, 0.5)])
-    q = seam_quality(BackboneSeam(tiny.auditor()), candidates, control, square(64).expand(4, -1, -1))
+    q = seam_quality(BackboneSeam(small.auditor()), candidates, control, square(64).expand(4, -1, -1))
     assert q[0].item() == pytest.approx(1.0) and (q.diff() < 0).all()
 
 

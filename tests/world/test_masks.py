@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guardpaint.world.masks import boxed, figure_mask, grown, training_mask
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from paperdolls.masks import boxed, figure_mask, grown, training_mask
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 
 @pytest.mark.parametrize("kind", ["nudity", "splash", "blade"])

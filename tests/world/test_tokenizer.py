@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from guardpaint.world.tokenizer import train_tokenizer, world_captions
+from paperdolls.tokenizer import train_tokenizer, world_captions
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_merges_by_hand():
     """'aab' ×2, 'ab' ×1: (a, b) occurs 3 times, (a, a) twice; then (a, ab) twice."""
     from collections import Counter
 
-    from guardpaint.world.tokenizer import learn_merges
+    from paperdolls.tokenizer import learn_merges
 
     words = Counter({("a", "a", "b"): 2, ("a", "b"): 1})
     assert learn_merges(words, 2) == [("a", "b"), ("a", "ab")]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from guardpaint.errors import BadInput
-from guardpaint.world.captions import KEYWORDS, WORDS, caption
-from guardpaint.world.dataset import SPLITS, contact_sheet, export, record, records
-from guardpaint.world.render import render
-from guardpaint.world.scene import (
+from paperdolls.captions import KEYWORDS, WORDS, caption
+from paperdolls.dataset import SPLITS, contact_sheet, export, record, records
+from paperdolls.render import render
+from paperdolls.scene import (
     BACKGROUNDS,
     CATEGORY,
     COLOURS,
@@ -157,7 +157,7 @@ def test_the_embedded_autoencoders_do_what_their_cards_say(name, channels, decib
     from diffusers import AutoencoderKL
 
     import guardpaint
-    from guardpaint.train.vae import TEST_SEEDS, psnr, scenes
+    from paperdolls.models.vae import TEST_SEEDS, psnr, scenes
 
     folder = Path(guardpaint.__file__).parent / "assets" / name
     vae = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32)

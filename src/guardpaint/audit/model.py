@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
-from guardpaint.checkpoint import CONFIG, fingerprint, load_state, read_json, save_module
+from guardpaint.store.checkpoint import CONFIG, fingerprint, load_state, read_json, save_module
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.types import SAFE, Audit
 

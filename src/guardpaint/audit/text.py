@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import write_atomic
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.errors import BadCheckpoint
 
 PAD, BOS = "<pad>", "<bos>"

@@ -13,12 +13,12 @@ from typing import Any
 from PIL import Image
 from rich.progress import track
 
-from guardpaint.checkpoint import write_atomic
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.data.labelling import CAPTIONS, Thresholds
 from guardpaint.data.splits import counts, group, leaks, perceptual_hash, split
 from guardpaint.data.store import Corpus
 from guardpaint.errors import BadInput
-from guardpaint.images import save_image
+from guardpaint.store.images import save_image
 
 SPLITS = "splits.jsonl"
 SHEET = 24

@@ -29,9 +29,9 @@ from guardpaint.data.views import Views, as_bytes, clean_pictures, joined, load_
 from guardpaint.draft.codec import resize
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadInput
-from guardpaint.images import as_pixels
+from guardpaint.store.images import as_pixels
 from guardpaint.policy import Policy
-from guardpaint.seeds import derive
+from guardpaint.store.seeds import derive
 from guardpaint.types import SAFE
 
 SHARD = 256

@@ -1,6 +1,6 @@
 """Pairs for the inpainter: an unsafe picture, where it is unsafe, a safe version of it, and the unsafe prompt.
 
-guardpaint data pairs OUT --split train --count 2000                     from the paper-doll world
+guardpaint data pairs OUT --split train --count 2000                     from a testbed that draws pairs
 guardpaint data pairs OUT --corpus DIR --auditor DIR --inpainter DIR    from labelled pictures
 guardpaint data review OUT ; guardpaint data approve OUT approvals.json
 
@@ -13,8 +13,7 @@ import base64
 import html
 import io
 import json
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,10 @@ from guardpaint.data.splits import group, perceptual_hash
 from guardpaint.data.store import Corpus, Example
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadInput
-from guardpaint.images import as_pixels, load_image, save_image
+from guardpaint.store.images import as_pixels, load_image, save_image
 from guardpaint.policy import Policy
 from guardpaint.types import SAFE, Auditor
-from guardpaint.world.captions import caption
-from guardpaint.world.masks import boxed, figure_mask, grown
-from guardpaint.world.render import render
-from guardpaint.world.scene import Scene, safe_version, sample_scene
 
-PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
-"""Scenes of the inpainter's pairs; no other part trains on them."""
 INDEX = "pairs.jsonl"
 Pixels = Bool[np.ndarray, "h w"]
 
@@ -109,79 +102,8 @@ def audited_mask(
     return union(regions).mask.numpy() if regions else None
 
 
-def training_region(truth: Pixels, seed: int) -> Pixels:
-    """The unsafe area as a guard would paint it: with a rim, or boxed."""
-    rng = random.Random(f"region/{seed}")
-    return grown(truth, rng.randint(3, 7)) if rng.random() < 0.6 else boxed(truth, rng.randint(2, 6))
-
-
-def world_pair(
-    store: PairStore, split: str, seed: int, scene: Scene, auditor: Auditor | None, config: GuardConfig
-) -> Pair:
-    """Source and safe re-render of one scene. Outside the mask the target is the source."""
-    shown = render(scene)
-    key = f"world-{seed}"
-    text = caption(scene, 0).text
-    found = None
-    if scene.category == SAFE:
-        body = figure_mask(scene, main_only=True)
-        truth: Pixels = body if body.any() else ~body
-        target = shown.image
-    else:
-        truth = shown.mask
-        target = render(safe_version(scene)).image
-        if auditor is not None:
-            found = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
-    region = training_region(truth, seed) if found is None else found | truth
-    target = np.where(region[..., None], target, shown.image)
-    return Pair(
-        key=key,
-        split=split,
-        category=scene.category,
-        prompt=text,
-        safe_prompt=caption(safe_version(scene), 0).text,
-        source=store.save(key, "source", Image.fromarray(shown.image)),
-        target=store.save(key, "target", Image.fromarray(target)),
-        mask=store.save(key, "mask", picture_of(region)),
-        truth=store.save(key, "truth", picture_of(truth)),
-        mask_from="truth" if found is None else "auditor",
-        approved=True,
-    )
-
-
 def picture_of(mask: Pixels) -> Image.Image:
     return Image.fromarray(mask.astype(np.uint8) * 255)
-
-
-def world_scenes(split: str, count: int, safe: int) -> Iterator[tuple[int, Scene]]:
-    """Half nude, half violent, then safe ones, in the order of their seeds."""
-    if split not in PAIR_SEEDS:
-        raise BadInput(f"split {split!r}: choose {', '.join(PAIR_SEEDS)}")
-    left = {"nudity": count - count // 2, "violence": count // 2, SAFE: safe}
-    seed = PAIR_SEEDS[split]
-    while any(left.values()):
-        scene = sample_scene(seed)
-        if left[scene.category]:
-            left[scene.category] -= 1
-            yield seed, scene
-        seed += 1
-
-
-def from_world(
-    out: Path, split: str, count: int, safe: int, auditor: Auditor | None, config: GuardConfig | None = None
-) -> int:
-    """Pairs of the paper-doll world; those made before are kept. Returns how many are new."""
-    store = PairStore(out)
-    have = store.keys()
-    todo = [(s, scene) for s, scene in world_scenes(split, count, safe) if f"world-{s}" not in have]
-    config = GuardConfig(mask_threshold="calibrated") if config is None else config
-    made: list[Pair] = []
-    for k, (seed, scene) in enumerate(track(todo, description=f"pairs {split}")):
-        made.append(world_pair(store, split, seed, scene, auditor, config))
-        if len(made) == 100 or k == len(todo) - 1:
-            store.append(made)
-            made = []
-    return len(todo)
 
 
 Paint = Callable[[Image.Image, Pixels, str, int], Image.Image]

@@ -106,7 +106,7 @@ def local_files(source: Source) -> str | list[str]:
 
 def world_rows(source: Source, skip: int) -> Iterator[dict[str, Any]]:
     """The paper-doll world as a source like any other."""
-    from guardpaint.world.dataset import SPLITS, png, record
+    from paperdolls.dataset import SPLITS, png, record
 
     if source.path not in SPLITS:
         raise BadInput(f"source {source.name}: world split {source.path!r}; choose {', '.join(SPLITS)}")

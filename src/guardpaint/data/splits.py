@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.fft import dctn
 
 from guardpaint.errors import BadInput
-from guardpaint.seeds import derive
+from guardpaint.store.seeds import derive
 
 SHARES = {"train": 0.70, "validation": 0.15, "test": 0.15}
 NEAR = 6

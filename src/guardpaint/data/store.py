@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from guardpaint.checkpoint import read_json, write_json
+from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.errors import BadInput
 
 SHARD = 500

@@ -21,11 +21,11 @@ from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
-from guardpaint.images import as_pixels
+from guardpaint.store.images import as_pixels
 from guardpaint.train.engine import write_tensors
-from guardpaint.world.captions import caption
-from guardpaint.world.render import CODE, render
-from guardpaint.world.scene import Scene, sample_scene
+from paperdolls.captions import caption
+from paperdolls.render import CODE, render
+from paperdolls.scene import Scene, sample_scene
 
 KINDS = (
     "clean",

@@ -20,15 +20,15 @@ from guardpaint.evaluate.attacks.adaptive import Careful, Unsafe, breaks, disgui
 from guardpaint.evaluate.attacks.search import targets
 from guardpaint.evaluate.defences.base import Base
 from guardpaint.evaluate.defences.guarded import Guarded
-from guardpaint.evaluate.oracle import Oracle
+from paperdolls.oracle import Oracle
 from guardpaint.evaluate.statistics import share
-from guardpaint.images import as_pixels
-from guardpaint.results import write_results
-from guardpaint.system import GuardPaint
+from guardpaint.store.images import as_pixels
+from guardpaint.store.results import write_results
+from guardpaint.guard import GuardPaint
 from guardpaint.types import Auditor
-from guardpaint.world.captions import caption
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from paperdolls.captions import caption
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 Row = dict[str, Any]
 EPS = (2, 4, 8)

@@ -23,21 +23,21 @@ from torch import Tensor
 from guardpaint.audit.calibration import GRID, check, uncovered
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import heat_at, mine
-from guardpaint.calibrated import Calibration
-from guardpaint.checkpoint import read_json
+from guardpaint.config import Calibration
+from guardpaint.store.checkpoint import read_json
 from guardpaint.config import GuardConfig
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.draft.codec import resize
 from guardpaint.evaluate.statistics import mean, share
-from guardpaint.images import as_pixels
+from guardpaint.store.images import as_pixels
 from guardpaint.policy import Policy
-from guardpaint.results import metric, write_results
+from guardpaint.store.results import metric, write_results
 from guardpaint.train.auditor_pictures import composites, strength_of
 from guardpaint.train.dynamics import figure
 from guardpaint.types import Audit
-from guardpaint.world.captions import caption
-from guardpaint.world.render import render
-from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
+from paperdolls.captions import caption
+from paperdolls.render import render
+from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 
 Row = dict[str, Any]
 BATCH = 50

@@ -19,8 +19,8 @@ from rich.progress import track
 from guardpaint.audit.calibration import Reference, mask_threshold, trigger_threshold
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import heat_at
-from guardpaint.calibrated import Band, Calibration
-from guardpaint.checkpoint import read_json, write_json
+from guardpaint.config import Band, Calibration
+from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.config import GuardConfig
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, joined, load_views
@@ -28,7 +28,7 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import audits
 from guardpaint.policy import Policy
 from guardpaint.types import Audit
-from guardpaint.world.render import CODE
+from paperdolls.render import CODE
 
 FINISHED = ("clean", "x0", "redrawn_x0", "redrawn")
 """Kinds of views the guard sees by default. Whole generations are left out: their labels are partly an auditor's."""

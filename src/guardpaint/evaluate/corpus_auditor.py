@@ -21,7 +21,7 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import auc, audits, curves, f1, macro, measure_views, resampled
 from guardpaint.evaluate.statistics import share
 from guardpaint.policy import Policy
-from guardpaint.results import metric, write_results
+from guardpaint.store.results import metric, write_results
 from guardpaint.types import SAFE
 
 Row = dict[str, Any]

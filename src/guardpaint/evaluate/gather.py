@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from guardpaint.checkpoint import read_json
+from guardpaint.store.checkpoint import read_json
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import figures, summary
-from guardpaint.evaluate.oracle import Oracle
+from paperdolls.oracle import Oracle
 from guardpaint.evaluate.statistics import kid
-from guardpaint.results import metric, write_results
-from guardpaint.world.render import render
-from guardpaint.world.scene import sample_scene
+from guardpaint.store.results import metric, write_results
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 Row = dict[str, Any]
 LEAST = 50

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from guardpaint.checkpoint import fingerprint, read_json, write_json
-from guardpaint.commands import load_base
+from guardpaint.store.checkpoint import fingerprint, read_json, write_json
+from guardpaint.cli.generate import load_base
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import page, summary
 from guardpaint.evaluate import run as runner
@@ -22,12 +22,12 @@ from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc
 from guardpaint.evaluate.defences.base import Base, Defence, base_hash, short_hash
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.evaluate.judges import Judge, open_judge
+from guardpaint.data.judges import Judge, open_judge
 from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.policy import Policy
-from guardpaint.results import write_results
-from guardpaint.spread import spread
-from guardpaint.system import GuardPaint
+from guardpaint.store.results import write_results
+from guardpaint.store.jobs import spread
+from guardpaint.guard import GuardPaint
 from guardpaint.train.align import open_inpainter
 
 FREE: dict[str, Callable[[], Defence]] = {

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from guardpaint.results import metric, write_results
+from guardpaint.store.results import metric, write_results
 from guardpaint.train import align
 
 CHAPTERS: dict[str, tuple[str, bool, dict[str, Any]]] = {

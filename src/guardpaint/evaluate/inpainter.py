@@ -22,20 +22,20 @@ from torch import Tensor
 from guardpaint.config import GuardConfig
 from guardpaint.data.pairs import PAIR_SEEDS, Pixels, audited_mask, picture_of, training_region, world_scenes
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.oracle import JUDGED, Oracle
+from paperdolls.oracle import JUDGED, Oracle
 from guardpaint.evaluate.statistics import bootstrap, mean, share
-from guardpaint.evaluate.world import agreement, draw, read_rows
-from guardpaint.images import as_pixels
+from paperdolls.measure import agreement, draw, read_rows
+from guardpaint.store.images import as_pixels
 from guardpaint.policy import Policy
-from guardpaint.results import REVISION, metric, write_results
+from guardpaint.store.results import REVISION, metric, write_results
 from guardpaint.train.align import open_inpainter
 from guardpaint.train.alignment_watch import fine_structure
 from guardpaint.types import SAFE, Auditor, SeamMetric
 from guardpaint.verify.seam import seam_quality
-from guardpaint.world.captions import caption
-from guardpaint.world.masks import boxed, figure_mask
-from guardpaint.world.render import render
-from guardpaint.world.scene import Scene, safe_version
+from paperdolls.captions import caption
+from paperdolls.masks import boxed, figure_mask
+from paperdolls.render import render
+from paperdolls.scene import Scene, safe_version
 
 Row = dict[str, Any]
 BATCH = 20

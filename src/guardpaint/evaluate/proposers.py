@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from guardpaint.checkpoint import fingerprint, read_json, write_json
+from guardpaint.store.checkpoint import fingerprint, read_json, write_json
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.oracle import Oracle
+from paperdolls.oracle import Oracle
 from guardpaint.evaluate.statistics import Groups, mean, numbered, ratio_interval, share
-from guardpaint.evaluate.world import read_rows
-from guardpaint.guard import Parts
-from guardpaint.release import to_pil
+from paperdolls.measure import read_rows
+from guardpaint.loop.step import Parts
+from guardpaint.loop.verdict import to_pil
 from guardpaint.repair.knobs import RANGES, FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.results import REVISION, metric, write_results
-from guardpaint.rollouts import MOST, State, arena_of, maker
-from guardpaint.system import GuardPaint
+from guardpaint.store.results import REVISION, metric, write_results
+from guardpaint.train.rollouts import MOST, State, tournament_of, maker
+from guardpaint.guard import GuardPaint
 from guardpaint.types import Knobs, Proposer
 
 Row = dict[str, Any]
@@ -48,12 +48,12 @@ def chosen(utilities: Sequence[float], first: bool) -> int | None:
 
 
 def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, ranker: Ranker | None = None) -> list[Row]:
-    """One contest from a state: a row per tournament size, and what the ranker, if given, would have lost and saved.
+    """One tournament from a state: a row per tournament size, and what the ranker, if given, would have lost and saved.
     Uniform knobs also tell how "first" does, which takes the first acceptable repair."""
-    arena = arena_of(state, parts)
-    knobs = proposer.propose(arena.state, MOST, arena.seed)
+    tournament = tournament_of(state, parts)
+    knobs = proposer.propose(tournament.state, MOST, tournament.seed)
     began = time.perf_counter()
-    done = arena.contest(knobs, proposer.name)
+    done = tournament.play(knobs, proposer.name)
     seconds = time.perf_counter() - began
     utilities = [c.utility for c in done.record.candidates]
     depths = [k.depth for k in knobs]
@@ -84,7 +84,7 @@ def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, rank
                 }
             )
     if ranker is not None:
-        order = ranker.rank(arena.early(knobs[:SHIPPED])[0]).argsort(descending=True).tolist()
+        order = ranker.rank(tournament.early(knobs[:SHIPPED])[0]).argsort(descending=True).tolist()
         rows += ranker_rows(state, proposer.name, order, utilities[:SHIPPED], depths[:SHIPPED])
     return rows
 
@@ -199,9 +199,9 @@ def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 
         proposer = FixedProposer(Knobs(**values, seed_offset=0))
         best = 0.0
         for state in states:
-            arena = arena_of(state, parts)
-            knobs = proposer.propose(arena.state, n, arena.seed)
-            best += max(c.utility for c in arena.contest(knobs, "fixed").record.candidates)
+            tournament = tournament_of(state, parts)
+            knobs = proposer.propose(tournament.state, n, tournament.seed)
+            best += max(c.utility for c in tournament.play(knobs, "fixed").record.candidates)
         return best / (len(states) * n * values["depth"])
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
@@ -267,7 +267,7 @@ def run(
         tried = ranker if proposer.name in RANKED else None
         ranked_by = fingerprint(tried) if tried is not None else ""
         kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == made_by]
-        if tried is not None:  # another ranker: its contests are played anew
+        if tried is not None:  # another ranker: its tournaments are played anew
             theirs = [r for r in kept if r["part"] == "ranker" and r["proposer"] == proposer.name]
             told = {row_state(r) for r in theirs if r["ranker"] == ranked_by}
             kept = [r for r in kept if played_by(r) != proposer.name or row_state(r) in told]
@@ -294,5 +294,5 @@ def row_state(row: Row) -> tuple[str, str, str]:
 
 
 def played_by(row: Row) -> str:
-    """Whose contest the row tells of: "first" is told by uniform knobs."""
+    """Whose tournament the row tells of: "first" is told by uniform knobs."""
     return "uniform" if row["proposer"] == "first" else str(row["proposer"])

@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.images import load_image
+from guardpaint.store.images import load_image
 
 LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
 

@@ -20,14 +20,14 @@ import torch
 from PIL import Image
 
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.benchmarks import load
+from guardpaint.data.prompt_files import load
 from guardpaint.evaluate.defences.base import Base, Defence, Outcome
-from guardpaint.evaluate.judges import Judge
-from guardpaint.evaluate.oracle import JUDGED
+from guardpaint.data.judges import Judge
+from paperdolls.oracle import JUDGED
 from guardpaint.evaluate.real_metrics import PromptMetric
-from guardpaint.results import REVISION
-from guardpaint.world.captions import Caption, caption
-from guardpaint.world.scene import HARD_NEGATIVES, Scene, sample_scene
+from guardpaint.store.results import REVISION
+from paperdolls.captions import Caption, caption
+from paperdolls.scene import HARD_NEGATIVES, Scene, sample_scene
 
 Row = dict[str, Any]
 BATCH = 10

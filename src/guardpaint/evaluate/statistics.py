@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import norm, t
 
-from guardpaint.results import metric
+from guardpaint.store.results import metric
 
 Groups = Sequence[Any] | None
 """What each item belongs to: items that share it are alike, and are resampled together."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from guardpaint.evaluate.statistics import mean, ratio_interval, share, wilson
-from guardpaint.evaluate.world import agreement, checked
-from guardpaint.results import meets, metric
+from paperdolls.measure import agreement, checked
+from guardpaint.store.results import meets, metric
 
 Row = dict[str, Any]
 Cell = tuple[str, str, str]
@@ -181,10 +181,10 @@ def defences(rows: Sequence[Row]) -> Row:
         out[f"{name}.agreement_all"] = agreement(own, None, by="seed")
         out[f"{name}.seconds"] = mean([float(r["seconds"]) for r in own], None, scenes)
         out[f"{name}.whole"] = share([whole(r) for r in own], None, scenes)
-        contests = sum(int(r.get("tournaments") or 0) for r in own)
-        if contests:
-            out[f"{name}.tournaments"] = metric(contests / len(own), len(own))
-            out[f"{name}.accepted"] = metric(sum(int(r["accepted"]) for r in own) / contests, contests)
+        tournaments = sum(int(r.get("tournaments") or 0) for r in own)
+        if tournaments:
+            out[f"{name}.tournaments"] = metric(tournaments / len(own), len(own))
+            out[f"{name}.accepted"] = metric(sum(int(r["accepted"]) for r in own) / tournaments, tournaments)
         for fit in ("clip", "blip"):
             found = [float(r[fit]) for r in own if r.get(fit) is not None]
             if found:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from guardpaint.draft.family import Family
 from guardpaint.reinsert import rules
-from guardpaint.seeds import generator
+from guardpaint.store.seeds import generator
 from guardpaint.types import Draft, Edit
 
 UNET_ONLY = ("ddim_inversion", "ddpm_noise")

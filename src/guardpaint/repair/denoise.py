@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.seeds import generator
+from guardpaint.store.seeds import generator
 from guardpaint.types import Knobs, Level, RepairRequest
 
 DEPTHS = 10

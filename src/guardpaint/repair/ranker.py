@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import load_state, read_shape, save_module
+from guardpaint.store.checkpoint import load_state, read_shape, save_module
 from guardpaint.repair.knobs import normalise
 from guardpaint.types import Audit, Knobs
 

@@ -20,10 +20,10 @@ from PIL import Image
 
 from guardpaint import __version__
 from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
-from guardpaint.images import load_bytes
+from guardpaint.store.images import load_bytes
 from guardpaint.policy import Policy
-from guardpaint.report import GuardReport, StepRecord
-from guardpaint.report_html import render
+from guardpaint.loop.report import GuardReport, StepRecord
+from guardpaint.loop.report_page import render
 from guardpaint.serve.disclosure import heat_url, png, shown_to, told
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
 from guardpaint.serve.service import FAILED, VIOLATION, Service, ending, mapped, refused, withheld

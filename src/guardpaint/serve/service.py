@@ -15,7 +15,7 @@ from PIL import Image
 
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
-from guardpaint.report import GuardReport
+from guardpaint.loop.report import GuardReport
 from guardpaint.serve.disclosure import plain, png
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics

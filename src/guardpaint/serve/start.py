@@ -15,10 +15,10 @@ import uvicorn
 from PIL import Image
 from rich.console import Console
 
-from guardpaint.audit_log import AuditLog, read_key
-from guardpaint.commands import load_base, load_guard
+from guardpaint.loop.audit_log import AuditLog, read_key
+from guardpaint.cli.generate import load_base, load_guard
 from guardpaint.errors import BadConfig
-from guardpaint.images import load_image
+from guardpaint.store.images import load_image
 from guardpaint.serve.app import create_app
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Settings, load_keys
@@ -48,8 +48,8 @@ def known_bad(path: Path | None) -> Image.Image:
     """The picture /ready must see caught: the user's own, or an undressed doll of the paper world."""
     if path is not None:
         return load_image(path).convert("RGB")
-    from guardpaint.world.render import render
-    from guardpaint.world.scene import sample_scene
+    from paperdolls.render import render
+    from paperdolls.scene import sample_scene
 
     return Image.fromarray(render(sample_scene(1, "nudity", "flat")).image)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guardpaint.errors import BadConfig
-from guardpaint.report import GuardReport
+from guardpaint.loop.report import GuardReport
 
 STAGES = ("draft", "view", "audit", "preview", "repair", "verify", "reinsert")
 

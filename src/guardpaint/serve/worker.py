@@ -20,12 +20,12 @@ from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, GuardPaintError
 from guardpaint.policy import Policy
-from guardpaint.release import blurred_thumbnail, from_pil, to_pil
-from guardpaint.report import GuardReport, StepRecord
+from guardpaint.loop.verdict import blurred_thumbnail, from_pil, to_pil
+from guardpaint.loop.report import GuardReport, StepRecord
 from guardpaint.serve.disclosure import audited
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.settings import Key, Settings
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 log = logging.getLogger("guardpaint.serve")
 SHOWN = ("clean", "repaired", "blurred")

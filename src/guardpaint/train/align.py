@@ -19,19 +19,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from guardpaint.bases import ASSETS, load_base
-from guardpaint.checkpoint import write_json
+from paperdolls.bases import ASSETS, load_base
+from guardpaint.store.checkpoint import write_json
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.train import alignment_loss as L
 from guardpaint.train import dynamics
 from guardpaint.train.alignment_watch import Watch
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
-from guardpaint.train.generator import load_pipeline
-from guardpaint.train.latents import tokenise
+from paperdolls.models.generator import load_pipeline
+from paperdolls.models.latents import tokenise
 from guardpaint.train.memory import estimate, report
 from guardpaint.train.pair_latents import PairLatents, load_pairs
-from guardpaint.train.recipe import min_snr_weight
+from paperdolls.models.recipe import min_snr_weight
 
 METHODS = ("sft", "kto", "bco")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")

@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer, Text
-from guardpaint.checkpoint import read_json
+from guardpaint.store.checkpoint import read_json
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Shelf, Views, joined, load_views, scene_truth
 from guardpaint.draft.codec import resize
@@ -35,9 +35,9 @@ from guardpaint.train.auditor_pictures import (
     unseen_scenes,
 )
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
-from guardpaint.world.captions import WORDS, caption
-from guardpaint.world.render import CODE, render
-from guardpaint.world.scene import Scene, safe_version, sample_scene
+from paperdolls.captions import WORDS, caption
+from paperdolls.render import CODE, render
+from paperdolls.scene import Scene, safe_version, sample_scene
 
 VALIDATION = 1500
 FRESH_SEEDS = 55_000_000

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.data.views import scene_truth
-from guardpaint.world.masks import brush, grown
-from guardpaint.world.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
+from paperdolls.masks import brush, grown
+from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 
 FULL_STRENGTH = 0.12
 """An unsafe area of this share of the picture, or more, has strength 1."""

@@ -21,9 +21,9 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from guardpaint.checkpoint import read_json, write_atomic, write_json
+from guardpaint.store.checkpoint import read_json, write_atomic, write_json
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.seeds import derive
+from guardpaint.store.seeds import derive
 
 
 @dataclass(frozen=True)

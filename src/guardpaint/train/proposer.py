@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.guard import Parts
+from guardpaint.loop.step import Parts
 from guardpaint.repair.knobs import denormalise
 from guardpaint.repair.proposer import POOL, ProposerConfig, TournamentProposer
-from guardpaint.rollouts import State, arena_of, load_states, null_change, read_rollouts
-from guardpaint.seeds import derive, generator
-from guardpaint.system import GuardPaint
+from guardpaint.train.rollouts import State, tournament_of, load_states, null_change, read_rollouts
+from guardpaint.store.seeds import derive, generator
+from guardpaint.guard import GuardPaint
 from guardpaint.train import proposer_loss as L
 from guardpaint.train.engine import finished, fit, load_config, write_card
 from guardpaint.verify.utility import gate_rules, utility
@@ -141,7 +141,7 @@ def online(
     states: Sequence[State], parts: Parts, model: TournamentProposer, shape: ProposerTraining, seed: int
 ) -> Callable[[int], list[Tournament]]:
     """Plays with the policy as it is; δ is measured on the states themselves."""
-    changes = [null_change(arena_of(s, parts)) for s in states[:200]]
+    changes = [null_change(tournament_of(s, parts)) for s in states[:200]]
 
     def batches(step: int) -> list[Tournament]:
         g = torch.Generator().manual_seed(derive(seed, "states", step))
@@ -155,11 +155,11 @@ def online(
 def live(
     state: State, parts: Parts, model: TournamentProposer, shape: ProposerTraining, delta: float, seed: int
 ) -> Tournament:
-    arena = arena_of(state, parts)
-    seen = arena.state
+    tournament = tournament_of(state, parts)
+    seen = tournament.state
     drawn = model.sample(model.encode(seen), shape.candidates, generator(seed, "proposer"))
     knobs = tuple(denormalise(a, b) for a, b in zip(drawn.unclipped, drawn.buckets.tolist(), strict=True))
-    done = arena.contest(knobs, model.name)
+    done = tournament.play(knobs, model.name)
     cells = done.record.candidates
     row: Row = {"progress": seen.progress, "control_S": done.record.control["S"], "control_F": done.record.control["F"]}
     row |= {name: [c.scores[name] for c in cells] for name in "SFPBQ"}
@@ -202,7 +202,7 @@ def run(
         if not states:
             raise BadInput(f"{rollouts}: no states of split train; catch them with `guardpaint rollouts states`")
         parts = GuardPaint.from_pretrained(guard).parts
-        first = arena_of(states[0], parts).state
+        first = tournament_of(states[0], parts).state
         text = 0 if first.text_embed is None else len(first.text_embed)
         model = build(shape, text, len(first.image_embed), config.seed)
         batches = online(states, parts, model, shape, config.seed)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadInput
 from guardpaint.repair.ranker import Ranker, RankerConfig
-from guardpaint.rollouts import read_rollouts
-from guardpaint.seeds import derive
+from guardpaint.train.rollouts import read_rollouts
+from guardpaint.store.seeds import derive
 from guardpaint.train import proposer_loss as L
 from guardpaint.train.engine import finished, fit, load_config, write_card
 

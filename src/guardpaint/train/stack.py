@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from guardpaint.bases import LORA
-from guardpaint.checkpoint import read_json, write_atomic, write_json
+from paperdolls.bases import LORA
+from guardpaint.store.checkpoint import read_json, write_atomic, write_json
 from guardpaint.errors import BadCheckpoint
 
 PREFIX = "base_model.model."

@@ -11,7 +11,7 @@ from scipy import ndimage
 from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.checkpoint import read_tensors
+from guardpaint.store.checkpoint import read_tensors
 from guardpaint.errors import BadCheckpoint
 from guardpaint.types import SeamMetric
 

@@ -1,6 +1,6 @@
 """One tournament: candidates painted, composed into the view and scored beside the control.
 
-An `Arena` is the point at which repairs compete: any set of knobs can be tried from it, again and again, with the same
+An `Tournament` is the point at which repairs compete: any set of knobs can be tried from it, again and again, with the same
 outcome. With a ranker, all candidates are previewed after one denoising step and only the likeliest are painted out.
 """
 
@@ -19,13 +19,13 @@ from guardpaint.audit.regions import soft_mask
 from guardpaint.draft.codec import resize
 from guardpaint.draft.views import shrink
 from guardpaint.errors import NotFinite
-from guardpaint.report import CandidateRecord, TournamentRecord
+from guardpaint.loop.report import CandidateRecord, TournamentRecord
 from guardpaint.types import Audit, Draft, Knobs, Previewer, ProposerState, Region, RepairRequest
 from guardpaint.verify.seam import seam_quality
 from guardpaint.verify.utility import gate_rules, gates, utility, winner
 
 if TYPE_CHECKING:
-    from guardpaint.guard import Parts
+    from guardpaint.loop.step import Parts
 
 Look = Callable[[Tensor], list[Audit]]
 """Views of this image → audits of them, checked."""
@@ -33,7 +33,7 @@ Clock = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Contest:
+class TournamentResult:
     """A finished tournament. Pruned candidates are in the record, with no scores, and not among the rest."""
 
     record: TournamentRecord
@@ -50,7 +50,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Arena:
+class Tournament:
     """Where and from what candidates compete."""
 
     parts: Parts
@@ -122,7 +122,7 @@ class Arena:
         kept = sorted(ranker.rank(seen).argsort(descending=True)[:keep].tolist())
         return tuple(kept), begun[kept]
 
-    def contest(self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False) -> Contest:
+    def play(self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False) -> TournamentResult:
         """Paint, compose, score; the best u > 0 wins."""
         parts = self.parts
         kept, begun = self.pruned(knobs) if prune else (tuple(range(len(knobs))), None)
@@ -136,7 +136,7 @@ class Arena:
             masks = resize(request.masks[:, None], (int(small.shape[-2]), int(small.shape[-1])))[:, 0]
             seams = seam_quality(parts.seam, small, shrink(self.control, fine), masks).tolist()
         record = self.score(knobs, kept, audits, seams, request.masks, proposer)
-        return Contest(record, kept, composed, request.masks, audits)
+        return TournamentResult(record, kept, composed, request.masks, audits)
 
     def score(
         self,

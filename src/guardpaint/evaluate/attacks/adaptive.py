@@ -19,8 +19,8 @@ from torch import Tensor
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.draft.families import family_of
 from guardpaint.evaluate.defences.base import Base, Defence
-from guardpaint.release import from_pil
-from guardpaint.seeds import generator
+from guardpaint.loop.verdict import from_pil
+from guardpaint.store.seeds import generator
 from guardpaint.types import SAFE, Audit, Auditor
 
 

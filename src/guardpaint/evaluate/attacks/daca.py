@@ -5,15 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from guardpaint.evaluate.attacks.system import (
-    Attempt,
-    Surrogate,
-    Target,
-    attempt,
-    purged,
-    shuffled,
-    similar_phrases,
-)
+from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, purged, shuffled, similar_phrases
 
 
 def parts(prompt: str) -> list[str]:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, lone
-from guardpaint.world.captions import KEYWORDS
+from paperdolls.captions import KEYWORDS
 
 
 @dataclass(frozen=True)

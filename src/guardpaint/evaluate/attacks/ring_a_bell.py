@@ -9,16 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.evaluate.attacks.system import (
-    Attempt,
-    Surrogate,
-    Target,
-    attempt,
-    harmless_words,
-    lone,
-    replaced,
-)
-from guardpaint.world.captions import PLAIN_BLADE, PLAIN_NUDITY, PLAIN_SPLASH
+from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, harmless_words, lone, replaced
+from paperdolls.captions import PLAIN_BLADE, PLAIN_NUDITY, PLAIN_SPLASH
 
 
 def concept(surrogate: Surrogate, phrases: tuple[str, ...]) -> Float[Tensor, " d"]:

@@ -15,8 +15,8 @@ from guardpaint.evaluate.attacks.pgj import PerceptionGuided
 from guardpaint.evaluate.attacks.ring_a_bell import RingABell
 from guardpaint.evaluate.attacks.sneaky import SneakyPrompt
 from guardpaint.evaluate.attacks.system import Attack, Surrogate, Target
-from guardpaint.world.captions import caption
-from guardpaint.world.scene import Scene, sample_scene
+from paperdolls.captions import caption
+from paperdolls.scene import Scene, sample_scene
 
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "sneakyprompt": SneakyPrompt,

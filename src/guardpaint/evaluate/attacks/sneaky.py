@@ -9,15 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from guardpaint.evaluate.attacks.system import (
-    Attempt,
-    Surrogate,
-    Target,
-    attempt,
-    harmless_words,
-    lone,
-    replaced,
-)
+from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, harmless_words, lone, replaced
 
 
 @dataclass(frozen=True)

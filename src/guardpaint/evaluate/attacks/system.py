@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from guardpaint.evaluate.defences.base import Base, Defence
-from guardpaint.world.captions import (
+from paperdolls.captions import (
     HIDDEN_BLADE,
     HIDDEN_NUDITY,
     HIDDEN_SPLASH,

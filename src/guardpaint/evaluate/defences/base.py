@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from guardpaint.checkpoint import fingerprint
+from guardpaint.store.checkpoint import fingerprint
 from guardpaint.draft.families import family_of
 
 

@@ -12,7 +12,7 @@ import torch
 from guardpaint.draft.schedule import prediction_type
 from guardpaint.evaluate.defences.base import Base, Outcome
 from guardpaint.reinsert.apply import fitting
-from guardpaint.system import GuardPaint
+from guardpaint.guard import GuardPaint
 
 PAPER: dict[str, Any] = {
     "view": "stepped",
@@ -66,11 +66,11 @@ class Guarded:
         outcomes = []
         for image, report in zip(out.images, out.safety, strict=True):
             released = report.status in ("clean", "repaired", "blurred", "released_flagged")
-            contests = [t for s in report.steps for t in s.tournaments]
+            tournaments = [t for s in report.steps for t in s.tournaments]
             detail = {
                 "triggered": report.triggered,
-                "tournaments": len(contests),
-                "accepted": sum(t.winner is not None for t in contests),
+                "tournaments": len(tournaments),
+                "accepted": sum(t.winner is not None for t in tournaments),
                 "edited": report.status == "repaired",
                 "ladder": " ".join(str(step["rung"]) for step in report.final.ladder),
                 "error": report.errors[0] if report.errors else "",

@@ -14,10 +14,10 @@ from PIL import Image
 from guardpaint.audit.regions import mine, soft_mask, union
 from guardpaint.draft.views import shrink
 from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome
-from guardpaint.guard import Parts
+from guardpaint.loop.step import Parts
 from guardpaint.policy import Finding
-from guardpaint.release import BLUR_CELLS, coarse, from_pil, to_pil
-from guardpaint.seeds import derive
+from guardpaint.loop.verdict import BLUR_CELLS, coarse, from_pil, to_pil
+from guardpaint.store.seeds import derive
 from guardpaint.types import Audit
 
 ATTEMPTS = 5

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome
-from guardpaint.world.captions import KEYWORDS
+from paperdolls.captions import KEYWORDS
 
 WORDS = (
     "naked", "nude", "undressed", "unclothed", "bare", "nudity", "blood", "bloody", "bleeding", "wounded", "gore",

@@ -1,0 +1,235 @@
+"""The embedded models: five small bases of the real diffusers classes, an inpainter, and the guard made for them.
+
+Autoencoders, tokenizers and shared text encoders exist once in `assets/`; a base's folder links to them, so that
+`DiffusionPipeline.from_pretrained(folder)` works on it like on any other.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+from guardpaint.config import Calibration
+from guardpaint.draft.loading import LORA, fuse, load_pipeline
+from guardpaint.errors import BadInput
+from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import read_json, write_atomic, write_json
+
+from paperdolls.files import ASSETS
+
+NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
+"""Text-to-image bases, in the order of the docs."""
+INPAINTER = "mini-inpaint"
+AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
+PROPOSER, RANKER = "mini-proposer", "mini-ranker"
+GUARD = ASSETS / "guard"
+"""The default guard: links to the parts it is made of, its policy and its settings."""
+TINY = {"sd": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
+"""The tiny decoder of each family's latent space; families without one decode with their autoencoder."""
+INDEX = "model_index.json"
+PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}
+"""Bases that are a LoRA on another."""
+
+
+def shipped() -> tuple[str, ...]:
+    """The text-to-image bases that are here."""
+    return tuple(name for name in NAMES if any((ASSETS / name / f).exists() for f in (INDEX, LORA)))
+
+
+def folder(name: str) -> Path:
+    """Folder of an embedded model."""
+    path = ASSETS / name
+    if not any((path / f).exists() for f in (INDEX, LORA)):
+        have = ", ".join(p.parent.name for p in sorted(ASSETS.glob(f"*/{INDEX}")) + sorted(ASSETS.glob(f"*/{LORA}")))
+        raise BadInput(f"embedded model {name!r}: not shipped; there are {have}")
+    return path
+
+
+@dataclass(frozen=True)
+class MiniBase:
+    """One embedded model; implements `guardpaint.bases.NamedBase`."""
+
+    name: str
+    inpaints: bool = False
+
+    def load(self) -> Any:
+        """The pipeline in fp32, progress bar off."""
+        where = folder(self.name)
+        low_rank = (where / LORA).exists()
+        pipe = load_pipeline(folder(PARENT[self.name]) if low_rank else where)
+        if low_rank:
+            fuse(pipe, where)
+        return pipe
+
+    def call(self) -> dict[str, Any]:
+        """What the model was trained to be called with: steps, guidance, text length, size."""
+        return dict(read_json(folder(self.name) / "card.json")["settings"])
+
+
+mini_sd, mini_sdxl, mini_sd3, mini_sd3_turbo, mini_flux = map(MiniBase, NAMES)
+mini_inpaint = MiniBase(INPAINTER, inpaints=True)
+
+
+def guard_folder() -> Path:
+    """Folder of the embedded guard."""
+    return GUARD
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same weights, or the same vocabulary; notes about their origin may differ."""
+    weights = sorted(p.name for p in a.glob("*.safetensors"))
+    files = weights or [p.name for p in a.iterdir() if p.name in ("tokenizer.json", "vocab.json", "merges.txt")]
+    return bool(files) and all((b / f).exists() and same_file(a / f, b / f) for f in files)
+
+
+def same_file(a: Path, b: Path) -> bool:
+    """Equal bytes, or equal tensors in another order."""
+    if a.suffix != ".safetensors" or a.stat().st_size != b.stat().st_size:
+        return a.read_bytes() == b.read_bytes()
+    from safetensors.torch import load_file
+
+    one, two = load_file(a), load_file(b)
+    return one.keys() == two.keys() and all(bool((one[k] == two[k]).all()) for k in one)
+
+
+def check_size(auditor: Path, size: int) -> dict[str, Any]:
+    """Settings of a saved auditor, if it was trained at this size."""
+    settings: dict[str, Any] = read_json(auditor / "config.json")
+    if size not in settings.get("sizes", ()):
+        raise BadInput(f"size {size}: the auditor in {auditor} was trained at {settings.get('sizes')}")
+    return settings
+
+
+def one_size(auditor: Path, size: int) -> None:
+    """Let a saved auditor look at one size only, coarse and fine alike; its card tells."""
+    settings = check_size(auditor, size)
+    write_json(auditor / "config.json", {**settings, "sizes": [size, size]})
+    write_json(auditor / "card.json", {**read_json(auditor / "card.json"), "looks_at": size})
+
+
+def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
+    """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
+    source, target = run / "model", assets / name
+    if not any((source / f).exists() for f in (INDEX, LORA, "config.json")):
+        raise BadInput(f"{run}: no finished model in {source}; has the run reached its last step?")
+    if target.exists():
+        shutil.rmtree(target)
+    shutil.copytree(source, target)
+    linked = []
+    words = sorted(assets.glob("mini-*/tokenizer*"))
+    for part in sorted(p for p in target.iterdir() if p.is_dir()):
+        for other in (*sorted(assets.iterdir()), *sorted(assets.glob("mini-*/text_encoder*")), *words):
+            mine = other == target or target in other.parents
+            if not mine and other.is_dir() and not other.is_symlink() and same(part, other):
+                shutil.rmtree(part)
+                part.symlink_to(os.path.relpath(other, target), target_is_directory=True)
+                linked.append(f"{part.name} → {os.readlink(part)}")
+                break
+    for extra in ("samples.png", "samples.txt"):
+        if (run / extra).exists():
+            shutil.copy(run / extra, target / extra)
+    loss_curve(run / "loss.csv", target)
+    return linked
+
+
+def loss_curve(log: Path, target: Path, points: int = 200) -> None:
+    """The run's loss, averaged over equal stretches of steps: a small CSV, and a plot where matplotlib is there."""
+    if not log.exists():
+        return
+    with log.open(newline="") as file:
+        rows = [(int(r["step"]), float(r["loss"])) for r in csv.DictReader(file)]
+    size = max(1, -(-len(rows) // points))
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    curve = [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
+    text = "step,loss\n" + "".join(f"{step},{loss:.5f}\n" for step, loss in curve)
+    (target / "loss.csv").write_text(text, encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 3), layout="constrained")
+        axis = figure.subplots()
+        axis.plot(*zip(*curve, strict=True), color="#4477aa")
+        axis.set(xlabel="step", ylabel="loss", yscale="log", title=target.name)
+        figure.savefig(target / "loss.png", dpi=90)
+
+
+LEAST_LEVEL = 0.02
+"""A calibrated mask level below this covers whole pictures."""
+
+
+def calibrated_settings(calibration: Calibration) -> dict[str, Any]:
+    """What the default guard takes of a calibration.
+
+    What is missed is decided by the verdict on the finished picture: thresholds tightened before it, where views are
+    hard to read, would only raise false alarms. Where nothing tells where to mask, the finished pictures' level counts.
+    """
+    found = calibration.to_dict()
+    for band in found["bands"][:-1]:
+        band["thresholds"] = dict.fromkeys(band["thresholds"], 1.0)
+    finished = found["bands"][-1]["mask_level"]
+    if finished is None or finished < LEAST_LEVEL:
+        return {"calibration": found}
+    for band in found["bands"]:
+        usable = band["mask_level"] is not None and band["mask_level"] >= LEAST_LEVEL
+        band["mask_level"] = band["mask_level"] if usable else None
+    return {"calibration": found, "mask_threshold": "calibrated", "mask_level": finished}
+
+
+def assemble_guard(
+    settings: dict[str, Any], assets: Path = ASSETS, proposer: str = "uniform", knobs: dict[str, Any] | None = None
+) -> Path:
+    """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets.
+
+    The proposer is learned (the one in the assets), uniform, or has a name and fixed knobs. A ranker in the assets
+    comes along; whether it is asked is a setting.
+    """
+    guard = assets / GUARD.name
+    parts = {"auditor": AUDITOR}
+    decoders = sorted(family for family, tiny in TINY.items() if (assets / tiny).exists())
+    parts |= {f"decoders/{family}": TINY[family] for family in decoders}
+    pieces = [p for p in sorted((assets / INPAINTER).glob("*")) if p.is_dir() or p.name == INDEX]
+    parts |= {f"repairer/{p.name}": f"{INPAINTER}/{p.name}" for p in pieces}
+    if (assets / SAFE_INPAINTER / LORA).exists():
+        parts[f"repairer/{LORA}"] = f"{SAFE_INPAINTER}/{LORA}"
+    parts |= {"proposer": PROPOSER} if proposer == "learned" else {}
+    ranked = bool(settings.get("keep")) or (assets / RANKER).exists()
+    parts |= {"ranker": RANKER} if ranked else {}
+    for name in parts.values():
+        if not (assets / name).exists():
+            raise BadInput(f"the default guard needs {assets / name}; train and adopt it first")
+    if guard.exists():
+        shutil.rmtree(guard)
+    for link, name in parts.items():
+        path = guard / link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(os.path.relpath(assets / name, path.parent), target_is_directory=(assets / name).is_dir())
+    write_atomic(guard / "policy.yaml", yaml.safe_dump(Policy.default().to_dict(), sort_keys=False).encode())
+    manifest = {"version": 1, "config": settings, "decoders": decoders, "repairer": "inpainter"}
+    manifest |= {"proposer": proposer, "ranker": ranked} | ({"knobs": knobs} if knobs else {})
+    write_json(guard / "guardpaint.json", manifest)
+    return guard
+
+
+def megabytes(assets: Path = ASSETS) -> float:
+    """Size of everything in the assets, links not counted twice."""
+    return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
+
+
+GUARD_PARTS = (GUARD.name, AUDITOR, SAFE_INPAINTER, PROPOSER, RANKER)
+"""Assets of the guard; all others are of the world it guards."""
+
+
+def world_megabytes(assets: Path = ASSETS) -> float:
+    """Weights of the world's models, without those of the guard."""
+    files = (p for p in assets.rglob("*.safetensors") if p.is_file() and not linked_to(p, assets))
+    return sum(p.stat().st_size for p in files if p.relative_to(assets).parts[0] not in GUARD_PARTS) / 1e6
+
+
+def linked_to(path: Path, root: Path) -> bool:
+    return any(p.is_symlink() for p in (path, *path.parents) if root in p.parents)

@@ -1,0 +1,138 @@
+"""What this world knows beyond prompts: its pictures with exact masks, their safe versions, other wordings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from guardpaint.errors import BadInput
+from guardpaint.testbed import KnownPicture, Prompt
+from jaxtyping import Bool, Float
+from PIL import Image
+
+from paperdolls.captions import caption
+from paperdolls.masks import boxed, figure_mask, training_region
+from paperdolls.oracle import Oracle
+from paperdolls.render import render
+from paperdolls.scene import HARD_NEGATIVES, UNSAFE_KINDS, Scene, safe_version, sample_scene
+from paperdolls.testbed import prompt_of
+
+PICTURE_SEEDS = {
+    "clean": 75_000_000,
+    "hard": 75_500_000,
+    "seams": 75_800_000,
+    "shift": 75_900_000,
+    "conformal": 76_000_000,
+    "adaptive": 98_000_000,
+}
+"""First scene of each split of known pictures: finished renders apart from every other split."""
+PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
+"""First scene of the inpainter's pairs; no other part trains on them."""
+CONTEXT = ("background", "light", "style")
+"""Attributes that lie outside every mask."""
+
+
+def scene_of(prompt: Prompt) -> Scene:
+    """The scene behind a prompt of this world; benign ones are sampled by kind."""
+    plain = sample_scene(prompt.seed)
+    return plain if plain.kind == prompt.kind or prompt.category != "safe" else sample_scene(prompt.seed, prompt.kind)
+
+
+@dataclass(frozen=True)
+class KnownScene(KnownPicture):
+    """A rendered scene that remembers what was rendered."""
+
+    scene: Scene
+
+    @classmethod
+    def of(cls, seed: int, scene: Scene) -> KnownScene:
+        """A scene rendered, under its first caption."""
+        drawn = render(scene)
+        return cls(prompt_of(seed, scene, caption(scene, 0), scene.kind), drawn.image, drawn.mask, scene)
+
+
+def scene_behind(picture: KnownPicture) -> Scene:
+    """The scene that a known picture shows."""
+    return picture.scene if isinstance(picture, KnownScene) else scene_of(picture.prompt)
+
+
+class Pictures:
+    """Renders with their masks (`KnownPictures`), safe versions (`SafePairs`), kinds (`HardNegatives`) and captions
+    (`Wordings`)."""
+
+    def pictures(self, split: str, count: int, kind: str | None = None, style: str | None = None) -> list[KnownPicture]:
+        if split not in PICTURE_SEEDS:
+            raise BadInput(f"split {split!r}: known pictures come as {', '.join(PICTURE_SEEDS)}")
+        first = PICTURE_SEEDS[split]
+        return [KnownScene.of(first + i, sample_scene(first + i, kind, style)) for i in range(count)]
+
+    def picture(self, prompt: Prompt) -> KnownPicture:
+        return KnownScene.of(prompt.seed, scene_of(prompt))
+
+    def known_bad(self) -> Image.Image:
+        return Image.fromarray(render(sample_scene(1, "nudity", "flat")).image)
+
+    def safe_version(self, picture: KnownPicture) -> KnownPicture:
+        return KnownScene.of(picture.prompt.seed, safe_version(scene_behind(picture)))
+
+    def hard_kinds(self) -> tuple[str, ...]:
+        return HARD_NEGATIVES
+
+    def harm_kinds(self) -> tuple[str, ...]:
+        return UNSAFE_KINDS
+
+    def wordings(self, prompt: Prompt, count: int) -> list[str]:
+        return list(dict.fromkeys(caption(scene_of(prompt), k).text for k in range(count)))
+
+
+class OracleFeatures:
+    """The oracle's feature space, with renders of the same scenes as the reference (`References`)."""
+
+    def __init__(self) -> None:
+        self.oracle = Oracle.load()
+
+    def reference_features(self, prompts: Sequence[Prompt]) -> Float[np.ndarray, "n f"]:
+        return self.features([Image.fromarray(render(scene_of(p)).image) for p in prompts])
+
+    def features(self, images: Sequence[Image.Image]) -> Float[np.ndarray, "n f"]:
+        return self.oracle.look(images).features.numpy()
+
+
+def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, Scene]]:
+    """Half nude, half violent, and safe scenes of the inpainter's seeds, in the order of their seeds."""
+    if split not in PAIR_SEEDS:
+        raise BadInput(f"split {split!r}: choose {', '.join(PAIR_SEEDS)}")
+    left = {"nudity": unsafe - unsafe // 2, "violence": unsafe // 2, "safe": safe}
+    seed = PAIR_SEEDS[split]
+    while any(left.values()):
+        scene = sample_scene(seed)
+        if left[scene.category]:
+            left[scene.category] -= 1
+            yield seed, scene
+        seed += 1
+
+
+class Repairs:
+    """Held-out scenes to measure an inpainter on (`RepairCases`)."""
+
+    def unsafe(self, count: int) -> list[KnownPicture]:
+        return [KnownScene.of(seed, scene) for seed, scene in balanced_scenes("test", count, 0)]
+
+    def ordinary(self, count: int) -> list[tuple[KnownPicture, Bool[np.ndarray, "h w"]]]:
+        scenes = [(seed, scene) for seed, scene in balanced_scenes("test", 0, count) if scene.figures]
+        return [(KnownScene.of(seed, scene), boxed(figure_mask(scene), 2)) for seed, scene in scenes]
+
+    def region(self, picture: KnownPicture) -> Bool[np.ndarray, "h w"]:
+        return training_region(picture.mask, picture.prompt.seed)
+
+    def context(self, picture: KnownPicture) -> dict[str, str]:
+        attributes = scene_behind(picture).attributes()
+        return {k: attributes[k] for k in CONTEXT if k in attributes}
+
+    def figurative(self, picture: KnownPicture) -> str | None:
+        texts = (caption(scene_behind(picture), k) for k in range(400))
+        return next((t.text for t in texts if t.hidden), None)
+
+
+CAPABILITIES: tuple[type, ...] = (Pictures, OracleFeatures, Repairs)

@@ -1,0 +1,133 @@
+"""`guardpaint world …`. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from guardpaint.cli.evaluate import say_metrics
+
+Pictures = Annotated[
+    Path | None,
+    typer.Option(help="Keep generated pictures here; what the same weights drew before is not drawn again."),
+]
+app = typer.Typer(help="The paper-doll world: look at it, export it, measure its models.", no_args_is_help=True)
+
+
+@app.command("sheet")
+def world_sheet(
+    file: Annotated[Path, typer.Argument(help="PNG to write.")] = Path("out/world.png"),
+    seed: Annotated[int, typer.Option(help="First scene seed.")] = 0,
+    columns: Annotated[int, typer.Option(min=1, max=64)] = 12,
+    masks: Annotated[bool, typer.Option(help="Tint unsafe pixels.")] = False,
+) -> None:
+    """A contact sheet: one row per kind of scene."""
+    from paperdolls.dataset import contact_sheet
+
+    contact_sheet(file, seed, columns, masks=masks)
+    typer.echo(str(file))
+
+
+@app.command("export")
+def world_export(
+    out_dir: Annotated[Path, typer.Argument(help="Directory for the parquet file.")],
+    split: Annotated[str, typer.Option(help="train, validation or test; their scenes never meet.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="How many scenes.")] = 1000,
+) -> None:
+    """Write scenes with captions, masks and attributes as parquet for the `datasets` library."""
+    from paperdolls.dataset import export
+
+    typer.echo(str(export(out_dir, split, count)))
+
+
+@app.command("measure")
+def world_measure(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure only this: oracle, render, time, vae4, vae16, a base, eye-BASE. May be repeated."),
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Results file; rows of other parts in it are kept.")] = Path(
+        "docs/results/world.json"
+    ),
+    count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
+    pictures: Pictures = None,
+) -> None:
+    """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
+    from paperdolls import measure as world
+
+    say_metrics(world.run(part or [], results, count, pictures))
+
+
+@app.command("sheets")
+def world_sheets(
+    base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the sheets go.")] = Path("out/sheets"),
+    pictures: Pictures = None,
+) -> None:
+    """Numbered sheets of 200 generated pictures to label by eye, against which the oracle is checked."""
+    from paperdolls import measure as world
+
+    for path in world.label_sheets(base, out_dir, kept=pictures):
+        typer.echo(str(path))
+
+
+@app.command("adopt")
+def world_adopt(
+    run: Annotated[
+        Path, typer.Argument(help="Run directory of a finished `train generator`, vae, tiny, auditor, distil or stack.")
+    ],
+    name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
+    size: Annotated[
+        int | None, typer.Option(help="Auditor: look at this size only, one of those it was trained at.")
+    ] = None,
+) -> None:
+    """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
+    from paperdolls import bases
+
+    if size is not None:
+        bases.check_size(run / "model", size)
+    for link in bases.adopt(run, name):
+        typer.echo(link)
+    if size is not None:
+        bases.one_size(bases.ASSETS / name, size)
+    typer.echo(f"assets are {bases.megabytes():.1f} MB now")
+
+
+@app.command("guard")
+def world_guard(
+    calibration: Annotated[
+        Path | None, typer.Option(help="Thresholds that `guardpaint calibrate` wrote; they become the guard's.")
+    ] = None,
+    proposer: Annotated[
+        str, typer.Option(help="learned (mini-proposer), uniform, or optimised with --knobs.")
+    ] = "uniform",
+    knobs: Annotated[
+        Path | None, typer.Option(help="optimised.json of `eval proposers`: the same knobs always.")
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(min=0, help="Candidates painted out after mini-ranker saw previews; 0: all.")
+    ] = 0,
+    f_gate: Annotated[
+        str, typer.Option(help="absolute, or relative: a repair may be as unlike the prompt as the control is.")
+    ] = "relative",
+) -> None:
+    """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
+    from paperdolls import bases
+    from guardpaint.store.checkpoint import read_json
+    from guardpaint.config import GuardConfig
+    from guardpaint.evaluate.auditor import told_by
+
+    settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
+    if proposer not in ("learned", "uniform") and knobs is None:
+        raise typer.BadParameter(f"proposer {proposer!r}: write learned or uniform, or name its --knobs")
+    if knobs is not None and proposer in ("learned", "uniform"):
+        raise typer.BadParameter(f"proposer {proposer!r} has no knobs of its own: write --proposer optimised")
+    if calibration is not None:
+        settings |= bases.calibrated_settings(told_by(calibration))
+        if settings["mask_threshold"] != "calibrated":
+            typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
+    GuardConfig.from_dict(settings)
+    fixed = read_json(knobs)["knobs"] if knobs else None
+    typer.echo(str(bases.assemble_guard(settings, proposer=proposer, knobs=fixed)))

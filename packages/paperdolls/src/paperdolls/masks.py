@@ -1,0 +1,84 @@
+"""Masks to inpaint: where the figures are, and the shapes an inpainter should learn to fill."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+from PIL import Image, ImageDraw, ImageFilter
+
+from paperdolls.render import SIZE, render
+from paperdolls.scene import Scene
+
+SHAPES = ("figure", "figure_box", "box", "brush", "all")
+WEIGHTS = (30, 30, 15, 20, 5)
+
+
+def figure_mask(scene: Scene, main_only: bool = False) -> Bool[np.ndarray, "64 64"]:
+    """Pixels that the figures (or the main one alone), and what happens to them, change in the picture."""
+    rest = scene.figures[1:] if main_only else ()
+    gone = replace(scene, kind="ordinary", figures=rest, splash=(), blade=None)
+    return differs(render(scene).image, render(gone).image)
+
+
+def differs(one: UInt8[np.ndarray, "h w 3"], other: UInt8[np.ndarray, "h w 3"]) -> Bool[np.ndarray, "h w"]:
+    """Pixels that are visibly not the same."""
+    return np.abs(one.astype(np.int16) - other.astype(np.int16)).max(-1) > 24
+
+
+def grown(mask: Bool[np.ndarray, "64 64"], pixels: int) -> Bool[np.ndarray, "64 64"]:
+    """The mask with a rim of so many pixels."""
+    image = Image.fromarray(mask.astype(np.uint8) * 255)
+    return np.asarray(image.filter(ImageFilter.MaxFilter(2 * pixels + 1))) > 127
+
+
+def boxed(mask: Bool[np.ndarray, "64 64"], margin: int) -> Bool[np.ndarray, "64 64"]:
+    """The bounding box of a mask, with a margin; everything if the mask is empty."""
+    out = np.zeros_like(mask)
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    if not len(rows):
+        return ~out
+    out[max(0, rows[0] - margin) : rows[-1] + margin + 1, max(0, columns[0] - margin) : columns[-1] + margin + 1] = True
+    return out
+
+
+def training_mask(scene: Scene, seed: int) -> Bool[np.ndarray, "64 64"]:
+    """A mask to learn on, by seed: figures and their boxes most often, then free boxes, brush strokes, everything."""
+    rng = random.Random(f"mask/{scene.jitter}/{seed}")
+    shape = rng.choices(SHAPES, weights=WEIGHTS)[0]
+    if shape in ("figure", "figure_box") and scene.figures:
+        figure = figure_mask(scene, main_only=len(scene.figures) > 1 and rng.random() < 0.6)
+        if figure.any():
+            return grown(figure, rng.randint(1, 4)) if shape == "figure" else boxed(figure, rng.randint(0, 5))
+    if shape == "all":
+        return np.ones((SIZE, SIZE), bool)
+    if shape == "brush":
+        return brush(rng)
+    w, h = rng.randint(12, 44), rng.randint(12, 52)
+    x, y = rng.randint(0, SIZE - w), rng.randint(0, SIZE - h)
+    out = np.zeros((SIZE, SIZE), bool)
+    out[y : y + h, x : x + w] = True
+    return out
+
+
+def brush(rng: random.Random) -> Bool[np.ndarray, "64 64"]:
+    """A few thick strokes."""
+    image = Image.new("L", (SIZE, SIZE))
+    draw = ImageDraw.Draw(image)
+    x, y = rng.uniform(12, 52), rng.uniform(12, 52)
+    for _ in range(rng.randint(2, 6)):
+        to = (x + rng.gauss(0, 14), y + rng.gauss(0, 14))
+        r = rng.uniform(4, 9)
+        draw.line([(x, y), to], fill=255, width=int(2 * r))
+        draw.ellipse([to[0] - r, to[1] - r, to[0] + r, to[1] + r], fill=255)
+        x, y = min(58.0, max(6.0, to[0])), min(58.0, max(6.0, to[1]))
+    out = np.asarray(image) > 127
+    return out if out.any() else ~out
+
+
+def training_region(truth: Bool[np.ndarray, "h w"], seed: int) -> Bool[np.ndarray, "h w"]:
+    """The unsafe area as a guard would mask it: with a rim, or its box."""
+    rng = random.Random(f"region/{seed}")
+    return grown(truth, rng.randint(3, 7)) if rng.random() < 0.6 else boxed(truth, rng.randint(2, 6))

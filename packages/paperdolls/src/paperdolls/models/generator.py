@@ -1,0 +1,205 @@
+"""Train a base model of the paper-doll world: mini-sd, mini-inpaint, mini-sdxl, mini-sd3 or mini-flux.
+
+guardpaint train generator --config configs/train/mini-sd.yaml --vae src/guardpaint/assets/vae4 --out runs/mini-sd
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from PIL import Image
+from torch import Tensor, nn
+
+from guardpaint.store.checkpoint import read_json
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.store.images import save_image
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from paperdolls.models.focus import Focus, look_at, weights
+from paperdolls.models.latents import SceneLatents, encode_scenes, fingerprint, tokenise
+from paperdolls.models.reader import load_reader, t5_tokenizer
+from paperdolls.models.recipe import Batch, GeneratorConfig, Recipe
+from paperdolls.models.recipes import build
+from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
+from paperdolls.captions import caption
+from paperdolls.masks import boxed, figure_mask
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
+from paperdolls.tokenizer import train_tokenizer, world_captions
+
+MASKS_PER_SCENE = 2
+
+
+def batch_of(
+    data: SceneLatents,
+    step: int,
+    config: TrainConfig,
+    shape: GeneratorConfig,
+    empty: Int[Tensor, " l"],
+    other_empty: Int[Tensor, " m"] | None = None,
+    focus: Focus | None = None,
+) -> Batch:
+    """Latents, noise, levels and captions of one step, from (seed, step) alone."""
+    g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    n = config.batch_size
+    rows = torch.randint(len(data), (n,), generator=g)
+    if focus is not None and shape.hard:
+        hard = torch.nonzero(focus.hard)[:, 0]
+        rows = torch.where(
+            torch.rand(n, generator=g) < shape.hard, hard[torch.randint(len(hard), (n,), generator=g)], rows
+        )
+    which = torch.randint(data.ids.shape[1], (n,), generator=g)
+    dropped = torch.rand(n, generator=g) < shape.caption_drop
+    ids = data.ids[rows, which].clone()
+    ids[dropped] = empty
+    other = None
+    if data.other_ids is not None and other_empty is not None:
+        other = data.other_ids[rows, which].clone()
+        other[dropped] = other_empty
+    z = data.latents[rows]
+    level = (torch.randperm(n, generator=g) + torch.rand(n, generator=g)) / n
+    long = float(torch.rand((), generator=g)) < shape.long_text
+    mask = masked = None
+    if data.masks is not None and data.masked is not None:
+        hole = torch.randint(data.masks.shape[1], (n,), generator=g)
+        mask, masked = data.masks[rows, hole], data.masked[rows, hole]
+    eps = torch.randn(z.shape, generator=g)
+    guidance = (torch.randperm(n, generator=g) + torch.rand(n, generator=g)) / n
+    weight = weights(focus.figures[rows], shape.focus) if focus is not None else None
+    return Batch(z, eps, level, ids, other, mask, masked, long, guidance, weight)
+
+
+def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
+    """The world's CLIP tokenizer and, for sd3 and flux, its T5 tokenizer; trained once, then read from the run."""
+    from transformers import CLIPTokenizer
+
+    words, pieces = out / "tokenizer", out / "tokenizer_2"
+    if not words.exists():
+        train_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.merges, shape.tokens).save_pretrained(words)
+    other = t5_tokenizer(shape, pieces) if shape.family in ("sd3", "flux") else None
+    return CLIPTokenizer.from_pretrained(words), other
+
+
+def run(
+    config_file: Path,
+    vae_dir: Path,
+    out: Path,
+    minutes: float | None,
+    warm: Path | None = None,
+    teacher: Path | None = None,
+    quiet: bool = False,
+    words: Path | None = None,
+) -> None:
+    """Encode the scenes once, train, and save the pipeline with its card when done."""
+    shape, config = load_config(config_file, GeneratorConfig)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(config.threads)
+    vae = load_autoencoder(vae_dir)
+    tokenizer, other = tokenizers(shape, out)
+    masks = MASKS_PER_SCENE if shape.family == "inpaint" else 0
+    kind = "masked" if masks else "two-texts" if other else "one-text"
+    cache = out.parent / f"latents-{fingerprint(vae)}-{kind}.pt"
+    data = encode_scenes(
+        vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, cache, other_tokenizer=other, masks=masks
+    )
+    size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
+    focus = None
+    if shape.focus or shape.hard:
+        focus = look_at(TRAIN_SEEDS, shape.scenes, size, out.parent / f"figures-{TRAIN_SEEDS}-{shape.scenes}.pt")
+    model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
+    if warm is not None:
+        model.adopt(with_words(load_pipeline(warm), tokenizer, other, warm, shorter=shape.family == "flux"))
+    if words is not None:
+        model.read_with(load_reader(words, other) if other is not None else None)
+    if teacher is not None:
+        model.learn_from(with_words(load_pipeline(teacher), tokenizer, other, teacher))
+    for part in model.adopted:
+        part.requires_grad_(False)
+    empty = tokenise(tokenizer, [""])[0]
+    other_empty = tokenise(other, [""])[0] if other else None
+
+    def sample(snapshot: nn.Module, path: Path) -> None:
+        assert isinstance(snapshot, Recipe)
+        sheet, prompts = sample_sheet(snapshot.assemble(vae, tokenizer, other), snapshot.settings)
+        save_image(sheet, path)
+        path.with_suffix(".txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+
+    fit(
+        model,
+        lambda step: batch_of(data, step, config, shape, empty, other_empty, focus),
+        lambda net, batch: net(batch),
+        config,
+        out,
+        minutes=minutes,
+        sample=sample,
+        quiet=quiet,
+    )
+    done = finished(out, config)
+    if done is None:
+        return
+    pipe = model.eval().assemble(vae, tokenizer, other)
+    sample(model, out / "samples.png")
+    parameters = {
+        name: sum(p.numel() for p in part.parameters())
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module)
+    }
+    pipe.to(torch.float16).save_pretrained(out / "model")
+    command = f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
+    command += (f" --warm {warm}" if warm else "") + (f" --teacher {teacher}" if teacher else "")
+    command += f" --words {words}" if words else ""
+    read = {"words": read_json(words / "card.json")} if words and (words / "card.json").exists() else {}
+    write_card(out, command, done, warm, settings=model.settings, parameters=parameters, **read)
+    print(f"saved to {out / 'model'}")
+
+
+def with_words(pipe: Any, tokenizer: Any, other: Any, path: Path, shorter: bool = False) -> Any:
+    """The pipeline, if it splits prompts as the new model does; `shorter`: its CLIP text may be cut earlier."""
+    cut = not shorter and pipe.tokenizer.model_max_length < len(tokenise(tokenizer, [""])[0])
+    pieces = getattr(pipe, "tokenizer_2" if type(pipe).__name__ == "FluxPipeline" else "tokenizer_3", None)
+    another = other is not None and pieces is not None and pieces.get_vocab() != other.get_vocab()
+    if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or cut or another:
+        raise BadConfig(f"{path}: its tokenizer is another; use the same merges and tokens as that model's config")
+    return pipe
+
+
+def load_pipeline(path: Path) -> Any:
+    """A saved pipeline of any family, in fp32, progress bar off."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        pipe = DiffusionPipeline.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{path}: not a saved pipeline ({error})") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sample_sheet(pipe: Any, settings: dict[str, Any], rows: int = 2, columns: int = 6) -> tuple[Image.Image, list[str]]:
+    """Held-out prompts drawn by the pipeline; an inpainter fills the box of each scene's main figure."""
+    count = rows * columns
+    scenes = [sample_scene(TEST_SEEDS + i) for i in range(count)]
+    prompts = [caption(s, 0).text for s in scenes]
+    extra: dict[str, Any] = {}
+    tiles: list[list[Image.Image]] = []
+    if "Inpaint" in type(pipe).__name__:
+        pictures = [Image.fromarray(render(s).image) for s in scenes]
+        holes = [Image.fromarray(boxed(figure_mask(s, True), 2).astype(np.uint8) * 255) for s in scenes]
+        extra = {"image": pictures, "mask_image": holes, "height": 64, "width": 64}
+        tiles.append(
+            [
+                Image.composite(Image.new("RGB", p.size, "grey"), p, h.resize(p.size))
+                for p, h in zip(pictures, holes, strict=True)
+            ]
+        )
+    made = pipe(prompts, generator=torch.Generator().manual_seed(0), **{**settings, **extra}).images
+    tiles.append(made)
+    sheet = Image.new("RGB", (columns * 130, rows * 130 * len(tiles)), "white")
+    for k, images in enumerate(tiles):
+        for i, image in enumerate(images):
+            spot = (130 * (i % columns), 130 * (len(tiles) * (i // columns) + k))
+            sheet.paste(image.resize((128, 128), Image.Resampling.NEAREST), spot)
+    return sheet, prompts

@@ -1,0 +1,121 @@
+"""Pre-encoded scenes: latents, masks and token ids of a range of scene seeds, cached in one file."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from rich.progress import track
+from torch import Tensor
+
+from guardpaint.errors import BadCheckpoint
+from guardpaint.store.images import as_pixels
+from guardpaint.train.engine import write_tensors
+from paperdolls.captions import caption
+from paperdolls.masks import training_mask
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
+
+
+@dataclass(frozen=True)
+class SceneLatents:
+    """What a generator trains on."""
+
+    latents: Float[Tensor, "n c h w"]
+    """Scaled, fp16 in the file, fp32 here."""
+    ids: Int[Tensor, "n k l"]
+    """k captions per scene."""
+    unsafe: Bool[Tensor, " n"]
+    other_ids: Int[Tensor, "n k m"] | None = None
+    """The captions in a second tokenizer."""
+    masks: Float[Tensor, "n v 1 h w"] | None = None
+    """v training masks per scene, at latent size."""
+    masked: Float[Tensor, "n v c h w"] | None = None
+    """Latents of the scene with each mask greyed out."""
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+
+def encode_scenes(
+    vae: Any,
+    tokenizer: Any,
+    first: int,
+    count: int,
+    captions: int,
+    cache: Path,
+    *,
+    other_tokenizer: Any = None,
+    masks: int = 0,
+    batch: int = 64,
+) -> SceneLatents:
+    """Render, encode and tokenise scenes; a finished cache of the same request is reused."""
+    key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
+    lengths = [(len(t), t.model_max_length) for t in (tokenizer, other_tokenizer) if t is not None]
+    key |= {"vae": fingerprint(vae), "texts": lengths}
+    if cache.exists():
+        try:
+            kept = torch.load(cache, weights_only=True)
+        except Exception as error:
+            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to encode anew") from error
+        if kept.pop("key") == key:
+            return widened(kept)
+    parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(SceneLatents)}
+    for start in track(range(first, first + count, batch), description="encoding scenes"):
+        scenes = [sample_scene(s) for s in range(start, min(start + batch, first + count))]
+        pixels = pixels_of([render(s).image for s in scenes])
+        parts["latents"].append(encoded(vae, pixels))
+        texts = [caption(s, k).text for s in scenes for k in range(captions)]
+        parts["ids"].append(tokenise(tokenizer, texts).view(len(scenes), captions, -1).to(torch.int16))
+        if other_tokenizer is not None:
+            ids = tokenise(other_tokenizer, texts).view(len(scenes), captions, -1)
+            parts["other_ids"].append(ids.to(torch.int16))
+        parts["unsafe"].append(torch.tensor([s.category != "safe" for s in scenes]))
+        if masks:
+            holes = torch.from_numpy(np.stack([training_mask(s, k) for s in scenes for k in range(masks)]))
+            grey = pixels.repeat_interleave(masks, 0) * ~holes[:, None]
+            z = encoded(vae, grey)
+            small = torch.nn.functional.interpolate(holes[:, None].half(), z.shape[-2:])
+            parts["masked"].append(z.view(len(scenes), masks, *z.shape[1:]))
+            parts["masks"].append(small.view(len(scenes), masks, *small.shape[1:]))
+    made = {name: torch.cat(values) for name, values in parts.items() if values}
+    write_tensors(cache, {"key": key, **made})
+    return widened(made)
+
+
+def widened(parts: dict[str, Tensor]) -> SceneLatents:
+    """From the file's small types to those of training."""
+    wide = {torch.float16: torch.float32, torch.int16: torch.int64}
+    return SceneLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in parts.items()})
+
+
+def fingerprint(vae: Any) -> str:
+    """Which autoencoder made the latents: scale, shift and a digest of what encodes, as precise as it is shipped."""
+    digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
+    for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
+        digest.update(value.half().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
+    """uint8 pictures as channels-last pixels in [−1, 1]."""
+    return (2 * as_pixels(images) - 1).contiguous(memory_format=torch.channels_last)
+
+
+def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
+    """Scaled latents at the posterior's mode, in half precision."""
+    with torch.no_grad():
+        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
+    return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
+
+
+def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:
+    """Padded and cut to the tokenizer's length, as the pipelines do."""
+    return tokenizer(
+        texts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    ).input_ids

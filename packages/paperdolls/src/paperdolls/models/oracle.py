@@ -1,0 +1,309 @@
+"""Train the evaluation oracle on renders of its own scenes, on autoencoder round trips and on soft versions of them.
+
+guardpaint train oracle --config configs/train/oracle.yaml --vae assets/vae4 --vae assets/vae16 --out runs/oracle
+guardpaint train oracle … --warm runs/oracle/model --soft src/guardpaint/assets/mini-sd   # also as a base guesses them
+guardpaint train oracle … --warm runs/oracle/model --drawn runs/views        # also as all bases draw them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from guardpaint.store.checkpoint import load_strict
+from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.errors import BadConfig, BadInput
+from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
+from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from paperdolls.models.generator import load_pipeline
+from paperdolls.models.latents import encoded, pixels_of, tokenise
+from paperdolls.models.vae import load_autoencoder
+from paperdolls.captions import caption
+from paperdolls.masks import differs
+from paperdolls.render import render
+from paperdolls.scene import PROPS, Scene, safe_version, sample_scene
+
+ORACLE_SEEDS = 40_000_000
+"""The oracle's own scenes: no other component trains on them."""
+UNSEEN = 1_000_000
+"""A warm-started run trains on scenes this far on, one with soft pictures twice, with drawn ones three times as far."""
+HELD_OUT = 45_000_000
+SMALL = {"prop": 3.0}
+"""Weight of what is easily overlooked."""
+ROUND_TRIPS = 0.5
+"""Share of a batch that passes through an autoencoder first."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Pictures of one step and what there is to see in them."""
+
+    images: Float[Tensor, "b 3 64 64"]
+    want: Truth
+    props: Float[Tensor, "b n 32 32"]
+    """Where the main figure's prop shows."""
+    scenes: tuple[Scene, ...]
+    props_known: Float[Tensor, " b"] | None = None
+    """0 where a base drew the picture and may have lost the prop; None: known everywhere."""
+
+
+def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
+    """Cross-entropies of category, pixels, attributes and prop places, and the overlap (IoU) of the unsafe mask."""
+    want = batch.want
+    out = net(batch.images)
+    f = nn.functional
+    category = f.cross_entropy(out["category"], want.category)
+    pixels = f.cross_entropy(out["pixels"], want.pixels)
+    unsafe = 1 - out["pixels"].softmax(1)[:, 0]
+    inside = (want.pixels > 0).float()
+    both = (unsafe * inside).sum((1, 2)) + 1
+    missed = (1 - both / (unsafe.sum((1, 2)) + inside.sum((1, 2)) - both + 2)).mean()
+    choices = sum(f.cross_entropy(out[name], want.choices[name]) for name in CHOICES)
+    known = torch.ones(len(batch.images)) if batch.props_known is None else batch.props_known
+    present = sum(
+        SMALL.get(name, 1.0) * presence(out[name], want.present[name], known if name == "prop" else None)
+        for name in PRESENT
+    )
+    total = category + 2.0 * pixels + missed + 0.3 * choices + 2.0 * present
+    if "prop_places" in out:
+        each = f.binary_cross_entropy_with_logits(out["prop_places"], batch.props, reduction="none")
+        each, there = each * known.view(-1, 1, 1, 1), batch.props * known.view(-1, 1, 1, 1)
+        total = total + each.mean() + (each * there).sum() / there.sum().clamp(min=1)
+    return {"loss": total, "category": category, "pixels": pixels, "dice": missed}
+
+
+def presence(
+    logits: Float[Tensor, "b n"], there: Float[Tensor, "b n"], known: Float[Tensor, " b"] | None
+) -> Float[Tensor, ""]:
+    """Cross-entropy of what can be seen, over rows where that is known."""
+    each = nn.functional.binary_cross_entropy_with_logits(logits, there, reduction="none").mean(1)
+    return each.mean() if known is None else (known * each).sum() / known.sum().clamp(min=1)
+
+
+def lesson_scenes(first: int, count: int) -> tuple[Scene, ...]:
+    """Scenes as they come; of every eight, one with a blade in use and the same one without it.
+
+    Otherwise two figures standing face to face would be enough to call a picture violent, whatever is between them.
+    """
+    made = []
+    for seed in range(first, first + count):
+        scene = sample_scene(seed - seed % 8, "blade") if seed % 8 < 2 else sample_scene(seed)
+        made.append(safe_version(scene) if seed % 8 == 1 else scene)
+    return tuple(made)
+
+
+def prop_places(scene: Scene, image: np.ndarray) -> Float[Tensor, "n 32 32"]:
+    """Cells in which the main figure's prop changes the picture."""
+    out = torch.zeros(len(PROPS), 32, 32)
+    held = scene.figures[0].prop if scene.figures else None
+    if held is not None:
+        people = (replace(scene.figures[0], prop=None), *scene.figures[1:])
+        change = torch.from_numpy(differs(image, render(replace(scene, figures=people)).image)).float()
+        out[PROPS.index(held)] = nn.functional.max_pool2d(change[None], 2)[0]
+    return out
+
+
+def lesson(scenes: tuple[Scene, ...]) -> Lesson:
+    drawn = [render(s) for s in scenes]
+    places = torch.stack([prop_places(s, d.image) for s, d in zip(scenes, drawn, strict=True)])
+    return Lesson(pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn]), places, scenes)
+
+
+DRAWN = 0.375
+"""Share of a lesson in pictures that bases drew, where there are any."""
+
+
+def with_drawn(first: int, count: int, drawn: Views, g: torch.Generator) -> Lesson:
+    """A lesson whose last pictures are scenes as a base drew them; their masks are the scenes' own."""
+    k = int(count * DRAWN)
+    rows = torch.randint(len(drawn), (k,), generator=g)
+    old = lesson_scenes(first, count - k)
+    batch = lesson((*old, *(sample_scene(int(drawn.seeds[r])) for r in rows)))
+    images = torch.cat([batch.images[: count - k], drawn.images[rows].float() / 127.5 - 1])
+    known = torch.cat([torch.ones(count - k), torch.zeros(k)])
+    return replace(batch, images=images, props_known=known)
+
+
+def drawn_pictures(folder: Path) -> Views:
+    """Finished pictures of the oracle's own scenes, by all bases."""
+    files = sorted(folder.glob("*-oracle.pt"))
+    if not files:
+        raise BadInput(f"{folder}: no views of split oracle; make them with `guardpaint data views --split oracle`")
+    views = joined([load_views(f) for f in files])
+    return views.rows(torch.nonzero(views.kind == KINDS.index("redrawn"))[:, 0])
+
+
+class Softener:
+    """Shows scenes as a base model would draw them: some noise on top, and its one-step guess of what is below."""
+
+    LEVELS = (80, 450)
+
+    def __init__(self, pipe: Any) -> None:
+        if type(pipe).__name__ != "StableDiffusionPipeline":
+            raise BadConfig(f"a {type(pipe).__name__} cannot show scenes softly; give --soft a saved mini-sd")
+        self.pipe = pipe
+        for part in (pipe.unet, pipe.text_encoder, pipe.vae):
+            part.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str], g: torch.Generator
+    ) -> Float[Tensor, "b 3 h w"]:
+        pipe = self.pipe
+        z = encoded(pipe.vae, images).float()
+        t = torch.randint(*self.LEVELS, (len(z),), generator=g)
+        alpha = pipe.scheduler.alphas_cumprod[t].view(-1, 1, 1, 1)
+        noisy = alpha.sqrt() * z + (1 - alpha).sqrt() * torch.randn(z.shape, generator=g)
+        states = pipe.text_encoder(tokenise(pipe.tokenizer, list(prompts)))[0]
+        eps = pipe.unet(noisy, t, encoder_hidden_states=states).sample
+        clean = (noisy - (1 - alpha).sqrt() * eps) / alpha.sqrt()
+        return pipe.vae.decode(clean / pipe.vae.config.scaling_factor).sample.clamp(-1, 1)
+
+
+def softened(batch: Lesson, softener: Callable[..., Tensor], g: torch.Generator) -> Lesson:
+    """A quarter of the pictures as the base would draw them; none with a blade, which may vanish, or of its pair."""
+    paired = {i + k for i, s in enumerate(batch.scenes) if s.kind == "blade" for k in (0, 1)}
+    able = [i for i in range(len(batch.scenes)) if i not in paired][-len(batch.scenes) // 4 :]
+    images = batch.images.clone()
+    images[able] = softener(images[able], [caption(batch.scenes[i], 0).text for i in able], g)
+    return replace(batch, images=images)
+
+
+def disturbed(images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
+    """Part of the batch through each autoencoder, with a little latent noise; then brightness and grain."""
+    out = images.clone()
+    share = int(len(images) * ROUND_TRIPS / max(1, len(vaes)))
+    with torch.no_grad():
+        for k, vae in enumerate(vaes):
+            rows = slice(k * share, (k + 1) * share)
+            z = vae.encode(out[rows]).latent_dist.mode()
+            strength = 0.25 * torch.rand((len(z), 1, 1, 1), generator=g)
+            out[rows] = vae.decode(z + strength * torch.randn(z.shape, generator=g)).sample.clamp(-1, 1)
+    gain = 1 + 0.06 * torch.randn((len(out), 3, 1, 1), generator=g)
+    grain = 0.04 * torch.rand((len(out), 1, 1, 1), generator=g) * torch.randn(out.shape, generator=g)
+    return (out * gain + grain).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+
+
+def labelled(first: int, count: int) -> tuple[Float[Tensor, "b 3 64 64"], Truth]:
+    scenes = [sample_scene(first + i) for i in range(count)]
+    drawn = [render(s) for s in scenes]
+    return pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn])
+
+
+def held_out_rows(oracle: Oracle, first: int, count: int, batch: int = 100) -> list[dict[str, Any]]:
+    """Category, mask overlap and attributes on scenes the oracle has not seen."""
+    rows: list[dict[str, Any]] = []
+    for start in range(first, first + count, batch):
+        images, want = labelled(start, batch)
+        verdicts = oracle.judge(images)
+        found, real = verdicts.mask > 0.5, want.pixels > 0
+        union = (found | real).sum((1, 2))
+        iou = (found & real).sum((1, 2)) / union.clamp(min=1)
+        for i, said in enumerate(verdicts.categories()):
+            scene = sample_scene(start + i)
+            right = verdicts.agrees(i, scene.attributes())
+            rows.append(
+                {
+                    "seed": start + i,
+                    "kind": scene.kind,
+                    "category": scene.category,
+                    "said": said,
+                    "iou": float(iou[i]) if scene.category != "safe" else None,
+                    **{f"right_{k}": v for k, v in right.items()},
+                }
+            )
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    overlaps = [r["iou"] for r in rows if r["iou"] is not None]
+    checks = [v for r in rows for k, v in r.items() if k.startswith("right_")]
+    props = [r["right_prop"] for r in rows if "right_prop" in r]
+    return {
+        "accuracy": sum(r["said"] == r["category"] for r in rows) / len(rows),
+        "iou": sum(overlaps) / max(1, len(overlaps)),
+        "attributes": sum(checks) / len(checks),
+        "props": sum(props) / max(1, len(props)),
+    }
+
+
+def train(
+    shape: OracleConfig,
+    config: TrainConfig,
+    vaes: Sequence[Any],
+    out: Path,
+    minutes: float | None,
+    quiet: bool,
+    warm: Path | None = None,
+    soft: Path | None = None,
+    drawn: Path | None = None,
+) -> OracleNet:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        net = OracleNet(shape)
+    if warm is not None:
+        new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
+        load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
+
+    if soft is not None and drawn is not None:
+        raise BadConfig("--soft and --drawn: one or the other; drawn pictures need no softening")
+    part = 3 if drawn is not None else 2 if soft is not None else 1 if warm is not None else 0
+    first, n = ORACLE_SEEDS + UNSEEN * part, config.batch_size
+    softener = Softener(load_pipeline(soft)) if soft is not None else None
+    pictures = drawn_pictures(drawn) if drawn is not None else None
+
+    def batches(step: int) -> Lesson:
+        g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        if pictures is not None:
+            batch = with_drawn(first + step * n, n, pictures, g)
+        else:
+            batch = lesson(lesson_scenes(first + step * n, n))
+        if softener is not None:
+            batch = softened(batch, softener, g)
+        return replace(batch, images=disturbed(batch.images, vaes, g))
+
+    def sample(snapshot: nn.Module, path: Path) -> None:
+        assert isinstance(snapshot, OracleNet)
+        trained = snapshot.training
+        print(f"{path.stem}: {summary(held_out_rows(Oracle(snapshot), HELD_OUT, 400))}", flush=True)
+        snapshot.requires_grad_(True).train(trained)
+
+    fitted = fit(net, batches, losses, config, out, minutes=minutes, sample=sample, quiet=quiet)
+    assert isinstance(fitted, OracleNet)
+    return fitted
+
+
+def run(
+    config_file: Path,
+    vae_dirs: Sequence[Path],
+    out: Path,
+    minutes: float | None,
+    warm: Path | None = None,
+    quiet: bool = False,
+    soft: Path | None = None,
+    drawn: Path | None = None,
+) -> None:
+    """Train, measure on held-out renders, save with its card."""
+    shape, config = load_config(config_file, OracleConfig)
+    torch.set_num_threads(config.threads)
+    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm, soft, drawn)
+    done = finished(out, config)
+    if done is None:
+        return
+    oracle = Oracle(net)
+    oracle.save(out / "model")
+    found = summary(held_out_rows(oracle, HELD_OUT, 2000))
+    vaes = " ".join(f"--vae {v}" for v in vae_dirs)
+    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
+    command += (f" --warm {warm}" if warm else "") + (f" --soft {soft}" if soft else "")
+    command += f" --drawn {drawn}" if drawn else ""
+    metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
+    write_card(out, command, done, warm, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
+    print(found)

@@ -1,0 +1,173 @@
+"""Teach a T5 to read before a picture hangs on it: from the states of a caption, name what the scene shows.
+
+guardpaint train reader --config configs/train/mini-t5.yaml --out runs/mini-t5
+
+A text encoder that learns from the error of pictures alone learns its words last; one that can read is listened to
+from the first step on (`train generator --words OUT/model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.store.seeds import derive
+from guardpaint.train.engine import finished, fit, load_config, write_card
+from paperdolls.models.latents import tokenise
+from paperdolls.models.recipe import GeneratorConfig, t5_text
+from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS
+from paperdolls.captions import Caption, caption
+from paperdolls.scene import (
+    BACKGROUNDS,
+    COLOURS,
+    GARMENTS,
+    KINDS,
+    LIGHTS,
+    POSES,
+    PROPS,
+    STYLES,
+    Figure,
+    Scene,
+    sample_scene,
+)
+from paperdolls.tokenizer import train_t5_tokenizer, world_captions
+
+CLOTHES, TINTS = ("none", "swimsuit", *GARMENTS), ("none", *COLOURS)
+SLOTS: dict[str, tuple[str, ...]] = {
+    "kind": KINDS,
+    "background": BACKGROUNDS,
+    "light": LIGHTS,
+    "style": STYLES,
+    "subject": ("person", "statue"),
+    "garment": CLOTHES,
+    "colour": TINTS,
+    "pose": POSES,
+    "prop": PROPS,
+    "prop_colour": COLOURS,
+    "second_garment": CLOTHES,
+    "second_colour": TINTS,
+}
+"""What is asked about a caption, and the answers to choose from."""
+UNSAID = -100
+
+
+def answers(scene: Scene, text: Caption) -> list[int]:
+    """One answer per slot; what the caption does not tell is not asked."""
+    told: dict[str, str] = {"kind": scene.kind, "background": scene.background}
+    told |= {k: getattr(scene, k) for k in ("light", "style") if k in text.mentions}
+    if scene.figures:
+        main = scene.figures[0]
+        told |= {"subject": main.kind, "garment": main.garment or "none", "colour": main.colour or "none"}
+        told |= {k: value for k in ("pose", "prop", "prop_colour") if k in text.mentions and (value := of(main, k))}
+    if len(scene.figures) > 1 and (scene.kind == "blade" or "beside" in text.text):
+        second = scene.figures[1]
+        told |= {"second_garment": second.garment or "none", "second_colour": second.colour or "none"}
+    return [choices.index(told[name]) if name in told else UNSAID for name, choices in SLOTS.items()]
+
+
+def of(figure: Figure, name: str) -> str | None:
+    value: str | None = getattr(figure, name)
+    return value
+
+
+class Reader(nn.Module):
+    """A T5 encoder and, for every slot, a question that attends to its states."""
+
+    def __init__(self, config: GeneratorConfig, vocab: int) -> None:
+        super().__init__()
+        self.text = t5_text(config, vocab)
+        self.questions = nn.Parameter(torch.randn(len(SLOTS), config.joint_width) * config.joint_width**-0.5)
+        self.heads = nn.ModuleList(nn.Linear(config.joint_width, len(c)) for c in SLOTS.values())
+
+    def forward(self, ids: Int[Tensor, "b l"]) -> list[Float[Tensor, "b _"]]:
+        states = self.text(ids)[0]
+        where = torch.softmax(states @ self.questions.T, 1)
+        seen = where.transpose(1, 2) @ states
+        return [head(seen[:, k]) for k, head in enumerate(self.heads)]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    ids: Int[Tensor, "b l"]
+    wanted: Int[Tensor, "b s"]
+
+
+def lesson(tokenizer: Any, scenes: Sequence[int], way: int) -> Lesson:
+    """Captions of these scenes, in one of the ways to tell each, and what should be read from them."""
+    seen = [sample_scene(s) for s in scenes]
+    texts = [caption(s, way) for s in seen]
+    wanted = torch.tensor([answers(s, t) for s, t in zip(seen, texts, strict=True)])
+    return Lesson(tokenise(tokenizer, [t.text for t in texts]), wanted)
+
+
+def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
+    said = net(batch.ids)
+    asked = [(s, w) for s, w in zip(said, batch.wanted.T, strict=True) if (w != UNSAID).any()]
+    return {"loss": torch.stack([nn.functional.cross_entropy(s, w, ignore_index=UNSAID) for s, w in asked]).mean()}
+
+
+@torch.no_grad()
+def accuracy(net: Reader, batch: Lesson) -> dict[str, float]:
+    """Per slot, the share of captions that are read rightly."""
+    said = net.eval()(batch.ids)
+    out: dict[str, float] = {}
+    for name, logits, wanted in zip(SLOTS, said, batch.wanted.T, strict=True):
+        asked = wanted != UNSAID
+        if asked.any():
+            out[name] = round(float((logits.argmax(1) == wanted)[asked].float().mean()), 4)
+    return out
+
+
+def run(config_file: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
+    shape, config = load_config(config_file, GeneratorConfig)
+    torch.set_num_threads(config.threads)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = t5_tokenizer(shape, out / "tokenizer")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Reader(shape, len(tokenizer))
+
+    def batches(step: int) -> Lesson:
+        g = torch.Generator().manual_seed(derive(config.seed, "lesson", step))
+        scenes = (TRAIN_SEEDS + torch.randint(shape.scenes, (config.batch_size,), generator=g)).tolist()
+        return lesson(tokenizer, scenes, step % shape.captions)
+
+    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    done = finished(out, config)
+    if done is None:
+        return
+    assert isinstance(fitted, Reader)
+    read = accuracy(fitted, lesson(tokenizer, range(TEST_SEEDS, TEST_SEEDS + 1000), 0))
+    fitted.text.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    write_card(out, f"guardpaint train reader --config {config_file} --out {out}", done, read=read)
+    print(f"saved to {out / 'model'}; read rightly: {read}")
+
+
+def t5_tokenizer(shape: GeneratorConfig, folder: Path) -> Any:
+    """The world's T5 tokenizer; trained once, then read from the run."""
+    from transformers import T5Tokenizer
+
+    if not folder.exists():
+        train_t5_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.other_tokens).save_pretrained(folder)
+    return T5Tokenizer.from_pretrained(folder)
+
+
+def load_reader(path: Path, tokenizer: Any) -> Any:
+    """A T5 that `train reader` saved, if it splits text as this tokenizer does."""
+    from transformers import T5EncoderModel, T5Tokenizer
+
+    try:
+        text, own = T5EncoderModel.from_pretrained(path), T5Tokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{path}: not a T5 saved by `guardpaint train reader` ({error})") from error
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise BadConfig(f"{path}: its tokenizer is another; train it with the `model` section of this config")
+    return text

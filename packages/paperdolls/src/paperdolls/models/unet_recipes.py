@@ -1,0 +1,176 @@
+"""UNet bases: mini-sd, mini-inpaint, mini-sdxl. ε-prediction with min-SNR weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from guardpaint.draft.schedule import sd_scheduler
+from guardpaint.errors import BadConfig
+from paperdolls.models.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, min_snr_weight, quiet
+
+
+def unet(config: GeneratorConfig, latent_channels: int, size: int, in_channels: int, text: int, **extra: Any) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=size,
+        in_channels=in_channels,
+        out_channels=latent_channels,
+        block_out_channels=tuple(config.channels),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=text,
+        attention_head_dim=16,
+        norm_num_groups=16,
+        **extra,
+    )
+
+
+class Sd(Recipe):
+    """StableDiffusionPipeline: ε-prediction, one CLIP text encoder."""
+
+    settings: dict[str, Any] = {  # noqa: RUF012
+        "num_inference_steps": 25,
+        "guidance_scale": 4.0,
+    }
+    pipeline = "StableDiffusionPipeline"
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__()
+        self.gamma = config.min_snr
+        self.unet = self.denoiser(config, channels, size)
+        self.text = clip_text(config, vocab, projection=False)
+        self.alphas: Tensor
+        self.register_buffer("alphas", sd_scheduler().alphas_cumprod, persistent=False)
+
+    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+        return unet(config, channels, size, channels, config.text_width)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        t, noisy = self.noised(batch)
+        out = self.unet(noisy, t, encoder_hidden_states=self.text(batch.ids).last_hidden_state).sample
+        return self.weighted(out, batch, t)
+
+    def adopt(self, pipe: Any) -> None:
+        """A finished mini-sd's network and words. Inputs it does not have (mask, pooled text) start without effect."""
+        if not hasattr(pipe, "unet"):
+            return super().adopt(pipe)
+        widen(self.unet, pipe.unet)
+        self.text.load_state_dict(pipe.text_encoder.float().state_dict())
+        self.adopted = (self.text,)
+        return None
+
+    def noised(self, batch: Batch) -> tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"]]:
+        t = (batch.level * len(self.alphas)).long()
+        alpha = self.alphas[t].view(-1, 1, 1, 1)
+        return t, (alpha.sqrt() * batch.z + (1 - alpha).sqrt() * batch.eps).contiguous(
+            memory_format=torch.channels_last
+        )
+
+    def weighted(self, out: Tensor, batch: Batch, t: Tensor) -> dict[str, Tensor]:
+        error = batch.mean_of((out - batch.eps) ** 2)
+        return {"loss": (min_snr_weight(self.alphas[t], self.gamma) * error).mean(), "mse": error.mean()}
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        import diffusers
+
+        return quiet(
+            getattr(diffusers, self.pipeline)(
+                vae=vae,
+                text_encoder=self.text,
+                tokenizer=tokenizer,
+                unet=self.unet,
+                scheduler=sd_scheduler(),
+                safety_checker=None,
+                feature_extractor=None,
+                requires_safety_checker=False,
+            )
+        )
+
+
+class Inpaint(Sd):
+    """StableDiffusionInpaintPipeline: nine channels, starting from a finished mini-sd and sharing its text encoder."""
+
+    pipeline = "StableDiffusionInpaintPipeline"
+
+    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+        return unet(config, channels, size, 2 * channels + 1, config.text_width)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        if batch.mask is None or batch.masked is None:
+            raise BadConfig("an inpainter trains on masked scenes: encode them with masks")
+        t, noisy = self.noised(batch)
+        states = self.text(batch.ids).last_hidden_state
+        both = torch.cat([noisy, batch.mask, batch.masked], 1).contiguous(memory_format=torch.channels_last)
+        return self.weighted(self.unet(both, t, encoder_hidden_states=states).sample, batch, t)
+
+
+class Sdxl(Sd):
+    """StableDiffusionXLPipeline: two text encoders, pooled text and size ids."""
+
+    TIME_WIDTH = 16
+
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+        super().__init__(config, vocab, other_vocab, channels, size)
+        self.text2 = clip_text(config, vocab, projection=True)
+
+    def adopt(self, pipe: Any) -> None:
+        """A mini-sd's network and words, or everything of another mini-sdxl."""
+        super().adopt(pipe)
+        if hasattr(pipe, "text_encoder_2"):
+            self.text2.load_state_dict(pipe.text_encoder_2.float().state_dict())
+            self.adopted = (self.text, self.text2)
+
+    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+        return unet(
+            config,
+            channels,
+            size,
+            channels,
+            2 * config.text_width,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=self.TIME_WIDTH,
+            projection_class_embeddings_input_dim=config.text_width + 6 * self.TIME_WIDTH,
+        )
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        t, noisy = self.noised(batch)
+        first, second = (e(batch.ids, output_hidden_states=True) for e in (self.text, self.text2))
+        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        sizes = torch.tensor([[PIXELS, PIXELS, 0, 0, PIXELS, PIXELS]], dtype=states.dtype).repeat(len(states), 1)
+        extra = {"text_embeds": second.text_embeds, "time_ids": sizes}
+        out = self.unet(noisy, t, encoder_hidden_states=states, added_cond_kwargs=extra).sample
+        return self.weighted(out, batch, t)
+
+    def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
+        from diffusers import StableDiffusionXLPipeline
+
+        return quiet(
+            StableDiffusionXLPipeline(
+                vae=vae,
+                text_encoder=self.text,
+                text_encoder_2=self.text2,
+                tokenizer=tokenizer,
+                tokenizer_2=tokenizer,
+                unet=self.unet,
+                scheduler=sd_scheduler(),
+                force_zeros_for_empty_prompt=False,
+                add_watermarker=False,
+            )
+        )
+
+
+@torch.no_grad()
+def widen(net: nn.Module, source: nn.Module) -> None:
+    """Take over a network's weights; where `net` takes more inputs, the new ones start without effect."""
+    for name, value in source.float().state_dict().items():
+        target = net.get_parameter(name)
+        if target.shape[0] != value.shape[0] or target.dim() != value.dim():
+            raise BadConfig(f"{name}: {tuple(value.shape)} does not fit into {tuple(target.shape)}; use equal channels")
+        target.zero_()
+        target[:, : value.shape[1]].copy_(value) if value.dim() > 1 else target.copy_(value)

@@ -1,0 +1,73 @@
+"""Pairs of scenes for the inpainter: an unsafe render, where it is unsafe, and the same scene made safe.
+
+guardpaint data pairs OUT --split train --count 2000
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from guardpaint.config import GuardConfig
+from guardpaint.data.pairs import Pair, PairStore, Pixels, audited_mask, picture_of
+from guardpaint.policy import Policy
+from guardpaint.types import SAFE, Auditor
+from PIL import Image
+from rich.progress import track
+
+from paperdolls.capabilities import balanced_scenes
+from paperdolls.captions import caption
+from paperdolls.masks import figure_mask, training_region
+from paperdolls.render import render
+from paperdolls.scene import Scene, safe_version
+
+
+def scene_pair(
+    store: PairStore, split: str, seed: int, scene: Scene, auditor: Auditor | None, config: GuardConfig
+) -> Pair:
+    """Source and safe re-render of one scene. Outside the mask the target is the source."""
+    shown = render(scene)
+    key = f"world-{seed}"
+    text = caption(scene, 0).text
+    found = None
+    if scene.category == SAFE:
+        body = figure_mask(scene, main_only=True)
+        truth: Pixels = body if body.any() else ~body
+        target = shown.image
+    else:
+        truth = shown.mask
+        target = render(safe_version(scene)).image
+        if auditor is not None:
+            found = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
+    region = training_region(truth, seed) if found is None else found | truth
+    target = np.where(region[..., None], target, shown.image)
+    return Pair(
+        key=key,
+        split=split,
+        category=scene.category,
+        prompt=text,
+        safe_prompt=caption(safe_version(scene), 0).text,
+        source=store.save(key, "source", Image.fromarray(shown.image)),
+        target=store.save(key, "target", Image.fromarray(target)),
+        mask=store.save(key, "mask", picture_of(region)),
+        truth=store.save(key, "truth", picture_of(truth)),
+        mask_from="truth" if found is None else "auditor",
+        approved=True,
+    )
+
+
+def make_pairs(
+    out: Path, split: str, count: int, safe: int, auditor: Auditor | None, config: GuardConfig | None = None
+) -> int:
+    """Pairs of the paper-doll world; those made before are kept. Returns how many are new."""
+    store = PairStore(out)
+    have = store.keys()
+    todo = [(s, scene) for s, scene in balanced_scenes(split, count, safe) if f"world-{s}" not in have]
+    config = GuardConfig(mask_threshold="calibrated") if config is None else config
+    made: list[Pair] = []
+    for k, (seed, scene) in enumerate(track(todo, description=f"pairs {split}")):
+        made.append(scene_pair(store, split, seed, scene, auditor, config))
+        if len(made) == 100 or k == len(todo) - 1:
+            store.append(made)
+            made = []
+    return len(todo)

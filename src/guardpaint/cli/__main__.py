@@ -1,0 +1,5 @@
+"""python -m guardpaint.cli"""
+
+from guardpaint.cli.main import main
+
+main()

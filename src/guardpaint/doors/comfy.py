@@ -1,0 +1,225 @@
+"""The guard inside a ComfyUI workflow: it looks at the clean estimate after guidance, in every audited step.
+
+ComfyUI calls a model's post-CFG functions with the denoised latent x̂0 and takes back what they return. That is the seam
+here: an accepted repair is put into x̂0 inside its mask and held there in all remaining steps. What fails raises, and a
+workflow that raised hands out nothing. No import of ComfyUI: its objects are used by the few methods named below.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.audit.regions import latent_mask
+from guardpaint.config import audited_steps
+from guardpaint.draft.families import FAMILIES
+from guardpaint.draft.views import PixelViews
+from guardpaint.errors import BadConfig, BadInput, NotFinite
+from guardpaint.loop.step import ImageGuard, check_audit
+from guardpaint.reinsert.rules import held_estimate
+from guardpaint.loop.verdict import Outcome, conclude, from_pil, placeholder
+from guardpaint.loop.report import GuardReport
+from guardpaint.loop.call import Hold, account, made_of
+from guardpaint.guard import GuardPaint
+from guardpaint.types import Draft, Level
+
+Codec = Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b d u v"]]
+
+
+class StepViews(PixelViews):
+    """A decoded clean estimate and how noisy the step was."""
+
+    kind = "x0"
+
+    def __init__(self, image: Float[Tensor, "3 h w"], noise: float) -> None:
+        super().__init__(image, "full")
+        self.noise = noise
+
+
+@dataclass
+class Session:
+    """One guarded model of a workflow; a new sampling run begins a new account."""
+
+    guard: GuardPaint
+    decode: Codec
+    """Latents as the sampler holds them → pictures in [0, 1]."""
+    encode: Codec
+    prompt: str | None
+    seed: int
+    flow: bool
+    """Whether σ is a share of noise (flow matching) or a standard deviation over clean latents."""
+    guards: list[ImageGuard] = field(default_factory=list)
+    holds: dict[int, Hold] = field(default_factory=dict)
+    drafts: list[Draft] = field(default_factory=list)
+    audited: set[int] = field(default_factory=set)
+    sigmas: Tensor | None = None
+    steps: int = 0
+    """Of the sampling run this account is of; 0: none."""
+    began: float = field(default_factory=time.perf_counter)
+
+    def level(self, sigma: float) -> Level:
+        if self.flow:
+            return Level(1 - sigma, sigma, sigma)
+        scale = (1 + sigma**2) ** -0.5
+        return Level(1.0, sigma, sigma * scale)
+
+    @torch.no_grad()
+    def post_cfg(self, args: dict[str, Any]) -> Tensor:
+        """ComfyUI's post-CFG function: x̂0 in, x̂0 out, the very same tensor where nothing was found."""
+        x0: Tensor = args["denoised"]
+        if x0.dim() != 4:
+            raise BadInput(f"latents of shape {tuple(x0.shape)}: the guard knows pictures, [batch, channels, h, w]")
+        sigmas = args["model_options"].get("transformer_options", {}).get("sample_sigmas")
+        if sigmas is None:
+            raise BadInput("this sampler does not tell its sigmas (sample_sigmas): its steps cannot be guarded")
+        sigma, steps = float(args["sigma"].flatten()[0]), len(sigmas) - 1
+        at = [i for i in range(steps) if abs(float(sigmas[i]) - sigma) <= 1e-5 * max(1.0, sigma)]
+        if at:
+            self.turn(at[0], len(x0), sigmas)
+            self.steps = steps
+            due = at[0] in audited_steps(steps, self.guard.config) and at[0] not in self.audited
+            if due and self.guard.config.mode != "off":
+                self.audited.add(at[0])
+                self.audit(x0, args["input"], at[0], steps, [float(s) for s in sigmas])
+        return self.held(x0)
+
+    def turn(self, step: int, count: int, sigmas: Tensor | None) -> None:
+        """Step 0, other sigmas or another batch begin another picture; samplers may look twice at a step."""
+        same = self.sigmas is not None and sigmas is not None and torch.equal(self.sigmas, sigmas)
+        if step == 0 or not same or len(self.guards) != count:
+            family = FAMILIES[0]
+            self.forget()
+            self.guards = [ImageGuard(self.guard.parts, family, self.prompt, self.seed, i) for i in range(count)]
+            self.sigmas = sigmas
+
+    def forget(self) -> None:
+        self.guards, self.holds, self.drafts, self.audited = [], {}, [], set()
+        self.sigmas, self.steps, self.began = None, 0, time.perf_counter()
+
+    def held(self, x0: Tensor) -> Tensor:
+        if not self.holds:
+            return x0
+        out = x0.clone()
+        for i, hold in self.holds.items():
+            out[i] = held_estimate(x0[i].float(), hold.z0.to(x0.device), hold.weight.to(x0.device)).to(x0.dtype)
+        return out
+
+    def audit(self, x0: Tensor, sample: Tensor, step: int, steps: int, sigmas: list[float]) -> None:
+        if not torch.isfinite(x0).all():
+            raise NotFinite(f"latents hold NaN or infinity at step {step}")
+        before, after = self.level(sigmas[step]), self.level(sigmas[step + 1])
+        shown = self.held(x0).float()
+        pictures = self.decode(shown).float().clamp(0, 1).cpu()
+        self.drafts = []
+        for i, (guard, picture) in enumerate(zip(self.guards, pictures, strict=True)):
+            z, x = sample[i].float().cpu(), shown[i].cpu()
+            eps = (z - before.signal * x) / max(before.sigma, 1e-6)
+            draft = Draft(step, steps, x * after.signal + eps * after.sigma, x, eps, before, after, None)  # type: ignore[arg-type]
+            self.drafts.append(draft)
+            views = StepViews(picture, before.noise)
+            record = guard.open(draft, views)
+            first = guard.audit(views.at(guard.first_pass(draft.progress))[None], views.noise, record)[0]
+            check_audit(first, guard.parts.policy.names)
+            guard.keep(step, "view", 0, picture, first.adv_map)
+            found, finding = guard.confirm(views, first, record)
+            if finding is None or guard.parts.config.mode == "monitor":
+                continue
+            won = guard.repair(draft, views, found, finding, record)
+            if won is None:
+                continue
+            z0 = self.encode(won.view[None])[0].float().cpu()
+            size = (int(x.shape[-2]), int(x.shape[-1]))
+            weight = latent_mask(won.mask, size).expand_as(x) * guard.parts.config.hold
+            if i in self.holds:
+                weight = torch.maximum(weight, self.holds[i].weight)
+            if z0.shape != x.shape or not torch.isfinite(z0).all():
+                raise NotFinite(f"the VAE made {tuple(z0.shape)} of a repair; finite {tuple(x.shape)} was expected")
+            self.holds[i] = Hold(z0, weight)
+            guard.edited = True
+            record.cost["reinserts"] += 1
+            record.reinsertion = {"rule": "held_substitution", "asked": "held_substitution", "note": "post-CFG"}
+
+    @torch.no_grad()
+    def release(self, images: Float[Tensor, "b h w 3"]) -> tuple[Float[Tensor, "b h w 3"], list[GuardReport]]:
+        """The final verdict on decoded pictures, at both sizes; a withheld one is a plain card.
+
+        Which run a picture comes from is not known here (ComfyUI keeps what it sampled before, and one model may go to
+        two samplers), so none is taken for unedited.
+        """
+        known = len(self.guards) == len(images)
+        if not known:
+            self.turn(0, len(images), None)
+        out = images.clone()
+        reports = []
+        for i, guard in enumerate(self.guards):
+            draft = self.drafts[i] if i < len(self.drafts) else None
+            picture = images[i].float().cpu().permute(2, 0, 1)
+            repaired, guard.edited = guard.edited, True
+            try:
+                if guard.parts.config.mode == "off":
+                    outcome = Outcome("unguarded")
+                else:
+                    outcome = conclude(guard, picture, draft, repair_here=draft is not None)
+                if outcome.status == "repaired" and outcome.image is None and not repaired:
+                    outcome = Outcome("clean")
+            except Exception as error:
+                guard.errors.append(f"{type(error).__name__}: {error}")
+                outcome = Outcome("blocked" if guard.parts.config.mode == "enforce" else "released_flagged")
+            shown = outcome.image
+            if outcome.status == "blocked":
+                shown = from_pil(placeholder(int(images.shape[2]), int(images.shape[1])))
+            if shown is not None:
+                out[i] = shown.permute(1, 2, 0).to(out)
+            reports.append(self.report(i, guard, outcome.status, known))
+        if self.guard.audit_log is not None:
+            self.guard.audit_log.append([r.to_dict() for r in reports])
+        self.forget()
+        return out, reports
+
+    def report(self, i: int, guard: ImageGuard, status: str, known: bool) -> GuardReport:
+        skipped = []
+        if not known:
+            skipped.append({"what": "steps", "why": "no sampling run under this guard has these pictures"})
+        elif not self.audited and guard.parts.config.mode != "off":
+            skipped.append({"what": "steps", "why": "the sampler visited no step that was to be audited"})
+        if guard.prompt is None:
+            skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
+        posture = {
+            **made_of(guard.parts),
+            "on_error": "raise",
+            "view_decoder": "full",
+            "scheduler": "ComfyUI",
+            "executed_steps": self.steps,
+            "audited_steps": sorted(self.audited),
+            "door": "comfyui",
+            "weights": {},
+            "skipped": skipped,
+        }
+        names = (secrets.token_hex(8), "ComfyUI", "comfyui")
+        return account(guard, i, status, names, posture, time.perf_counter() - self.began)
+
+
+def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> tuple[Any, Session]:
+    """A clone of ComfyUI's MODEL whose x̂0 the guard sees, and the session that gives the final verdict."""
+    if guard.parts.repairer.name == "native":
+        raise BadConfig("the native repairer needs a diffusers pipeline; give the guard an inpainter")
+    inner = model.model
+    flow = any(c.__name__ == "CONST" for c in type(inner.model_sampling).__mro__)
+
+    def decode(z: Tensor) -> Tensor:
+        return vae.decode(inner.process_latent_out(z)).movedim(-1, 1)[:, :3]
+
+    def encode(pictures: Tensor) -> Tensor:
+        return inner.process_latent_in(vae.encode(pictures.movedim(1, -1)))
+
+    session = Session(guard, decode, encode, prompt or None, seed, flow)
+    twin = model.clone()
+    twin.set_model_sampler_post_cfg_function(session.post_cfg)
+    return twin, session

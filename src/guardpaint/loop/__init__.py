@@ -1,0 +1,1 @@
+"""One guarded call: listen to the pipeline, audit its steps, repair, verify, reinsert, decide what is released."""

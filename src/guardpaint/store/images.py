@@ -1,0 +1,68 @@
+"""Reading and writing image files: every bad file has its own clear error."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from guardpaint.store.checkpoint import write_atomic
+from guardpaint.errors import BadInput
+
+MOST_PIXELS = 64_000_000
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """Decode completely, turn upright, keep the mode; truncated or foreign files raise BadInput."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such image") from error
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+    return load_bytes(data, str(path))
+
+
+def load_bytes(data: bytes, name: str) -> Image.Image:
+    """The same for a picture that was sent."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise BadInput(
+                        f"{name}: {image.width}×{image.height} is over {MOST_PIXELS // 1_000_000} MP; scale it down"
+                    )
+                image.load()
+                return ImageOps.exif_transpose(image)
+    except UnidentifiedImageError as error:
+        raise BadInput(f"{name}: not an image file PIL can read") from error
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"{name}: damaged or truncated image ({error})") from error
+
+
+def save_image(image: Image.Image, path: str | Path) -> None:
+    """PNG, whole or not at all."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    write_atomic(Path(path), buffer.getvalue())
+
+
+def as_pixels(images: Sequence[UInt8[np.ndarray, "h w 3"]]) -> Float[Tensor, "b 3 h w"]:
+    """Pictures of one size as pixels in [0, 1]."""
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255

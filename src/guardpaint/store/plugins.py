@@ -1,0 +1,35 @@
+"""What other installed packages add to GuardPaint, found through entry points and loaded on first use.
+
+Groups: `guardpaint.bases` (named base models), `guardpaint.guards` (folders of ready guards; `embedded` is the default
+one), `guardpaint.testbeds` (worlds to train and measure in) and `guardpaint.commands` (command groups).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from guardpaint.errors import MissingPackage
+
+BASES, GUARDS, TESTBEDS, COMMANDS = (f"guardpaint.{name}" for name in ("bases", "guards", "testbeds", "commands"))
+HOW_TO_INSTALL = "pip install paperdolls (in a checkout: pip install -e packages/paperdolls)"
+"""The package that brings the embedded guard, its base models and the testbed they were trained in."""
+
+
+@cache
+def registered(group: str) -> dict[str, EntryPoint]:
+    """Entry points of a group by name; nothing is imported yet."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def load(group: str, name: str, what: str) -> Any:
+    """The object behind an entry point. If no installed package provides it, the error says how to install one."""
+    point = registered(group).get(name)
+    if point is None:
+        raise MissingPackage(f"{what} comes with the package `paperdolls`, which is not installed: {HOW_TO_INSTALL}")
+    try:
+        return point.load()
+    except ImportError as error:
+        package = point.value.partition(":")[0].partition(".")[0]
+        raise MissingPackage(f"{what} needs the package `{package}` ({error}): {HOW_TO_INSTALL}") from error

@@ -1,0 +1,138 @@
+"""Words of a world: what a filter forbids, what says the same harmlessly, and a text encoder to compare them with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from guardpaint.errors import MissingCapability
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Words and phrases of a world, by harm where they have one."""
+
+    keywords: tuple[str, ...] = ()
+    """Words that a keyword filter refuses, in any form."""
+    sentences: tuple[str, ...] = ()
+    """Sentences that an embedding filter refuses prompts for being close to."""
+    open_phrases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Per harm: phrases that ask for it openly."""
+    hidden_phrases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Per harm: figures of speech for the same."""
+    words: tuple[str, ...] = ()
+    """Everyday words that no filter knows."""
+    contexts: tuple[str, ...] = ()
+    """Harmless sentences with a gap, as in "a person {} on the beach": a phrase in the gap makes them harmful."""
+    subjects: tuple[str, ...] = ("person", "woman", "man", "figure", "somebody")
+    """Words for whom a prompt is about."""
+
+    def harm_of(self, prompt: str) -> str | None:
+        """The first harm that the prompt asks for openly."""
+        return next((h for h, phrases in self.open_phrases.items() if any(p in prompt for p in phrases)), None)
+
+    def forbidden_span(self, prompt: str) -> Span | None:
+        """The part of a prompt that asks for something forbidden: a whole known phrase, else the first keyword."""
+        known = [p for phrases in self.open_phrases.values() for p in phrases]
+        for phrase in sorted(known, key=len, reverse=True):
+            at = prompt.find(phrase)
+            if at >= 0:
+                return at, at + len(phrase)
+        for word in self.keywords:
+            found = re.search(rf"\b{re.escape(word)}\w*", prompt)
+            if found:
+                return found.span()
+        return None
+
+    def lone(self, prompt: str) -> tuple[str, Span | None]:
+        """The prompt with one forbidden phrase left, and where it is: further ones would be refused in any case."""
+        span = self.forbidden_span(prompt)
+        if span is None:
+            return prompt, None
+        head, phrase, tail = prompt[: span[0]], prompt[span[0] : span[1]], prompt[span[1] :]
+        head, tail = self.purged(head), self.purged(tail)
+        return f"{head}{phrase}{tail}", (len(head), len(head) + len(phrase))
+
+    def purged(self, text: str) -> str:
+        """The text without any forbidden phrase."""
+        while (span := self.forbidden_span(text)) is not None:
+            text = f"{text[: span[0]].rstrip()} {text[span[1] :].lstrip()}"
+        return text
+
+    def harmless_words(self) -> list[str]:
+        """Single everyday words, those of the figures of speech among them, that contain no keyword."""
+        hidden = [p for phrases in self.hidden_phrases.values() for p in phrases]
+        words = dict.fromkeys(w for p in (*self.words, *hidden) for w in re.findall(r"[a-z']+", p.lower()))
+        return [w for w in words if not any(k in w for k in self.keywords)]
+
+
+@runtime_checkable
+class Rewriter(Protocol):
+    """A language model that says things differently."""
+
+    def similar_phrases(self, prompt: str, count: int) -> list[str]:
+        """Harmless-sounding phrases for what the prompt asks openly."""
+        ...
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A CLIP-like text encoder with its tokenizer, fully known to an attacker: not the system's whole text path."""
+
+    tokenizer: Any
+    encoder: Any
+
+    @property
+    def length(self) -> int:
+        return int(self.tokenizer.model_max_length)
+
+    def ids(self, texts: Sequence[str]) -> Int[Tensor, "b l"]:
+        return self.tokenizer(
+            list(texts), padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+        ).input_ids
+
+    @torch.no_grad()
+    def embed(self, texts: Sequence[str]) -> Float[Tensor, "b d"]:
+        """Mean text state, unit length."""
+        return self.pool(self.encoder(self.ids(texts)).last_hidden_state, self.ids(texts))
+
+    def pool(self, states: Float[Tensor, "b l d"], ids: Int[Tensor, "b l"]) -> Float[Tensor, "b d"]:
+        real = (ids != self.tokenizer.pad_token_id).float()
+        real[:, 0] = 1
+        mean = (states * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(mean, dim=1)
+
+    def similarity(self, texts: Sequence[str], target: str) -> Float[Tensor, " b"]:
+        return self.embed(texts) @ self.embed([target])[0]
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """What an attacker knows of a world: its words, a text encoder, perhaps a language model."""
+
+    surrogate: Surrogate
+    lexicon: Lexicon
+    rewriter: Rewriter | None = None
+
+    def similar_phrases(self, prompt: str, count: int = 20) -> list[str]:
+        """Figures of speech for what a prompt asks, from the rewriter or from the lexicon."""
+        if self.rewriter is not None:
+            return self.rewriter.similar_phrases(prompt, count)
+        hidden = self.lexicon.hidden_phrases
+        if not hidden:
+            raise MissingCapability("this attack needs a rewriter, or hidden_phrases in the testbed's lexicon")
+        harm = self.lexicon.harm_of(prompt)
+        return list(hidden.get(harm or "", next(reversed(hidden.values()))))
+
+
+def replaced(prompt: str, span: Span, words: str) -> str:
+    """The prompt with other words in the span, single spaces, none before a comma or full stop."""
+    return " ".join(f"{prompt[: span[0]]} {words} {prompt[span[1] :]}".split()).replace(" ,", ",").replace(" .", ".")

@@ -1,0 +1,1 @@
+"""For tests, yours included: predictable doubles and small random-initialised instances of the real classes."""

@@ -1,0 +1,358 @@
+"""Tournaments to learn from: states caught at the first trigger of guarded generations, then tournaments played from them.
+
+guardpaint rollouts states mini-sd --guard DIR --count 150 --out runs/rollouts
+guardpaint rollouts play --guard DIR --proposer uniform --n 7 --out runs/rollouts [--processes 2 | --ray]
+
+A state is stored once; every proposer plays from the same ones, so comparisons are paired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from rich.progress import track
+from torch import Tensor
+
+from guardpaint.store.checkpoint import fingerprint
+from guardpaint.cli.generate import load_base
+from guardpaint.draft.codec import resize, vae_decode, vae_encode
+from guardpaint.draft.views import shrink
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.loop.step import Parts, check_audit
+from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.knobs import (
+    SEED_BUCKETS,
+    SEED_STRIDE,
+    FixedProposer,
+    StrongProposer,
+    UniformProposer,
+    denormalise,
+    normalise,
+)
+from guardpaint.repair.proposer import POOL, TournamentProposer
+from guardpaint.store.seeds import derive, generator
+from guardpaint.guard import GuardPaint
+from guardpaint.train.engine import write_tensors
+from guardpaint.types import Draft, Knobs, Level, Previewer, Proposer, Region
+from guardpaint.verify.tournament import Tournament, TournamentResult
+from paperdolls.captions import caption
+from paperdolls.scene import sample_scene
+
+ROLLOUT_SEEDS = {"train": 90_000_000, "test": 91_000_000}
+MOST = 7
+"""Candidates per stored tournament; smaller ones are its prefixes."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a tournament starts from, but for the guard's parts."""
+
+    base: str
+    prompt: str
+    kind: str
+    """How the prompt asks: plain, euphemism, or the name of an attack."""
+    seed: int
+    step: int
+    steps: int
+    noise: float
+    category: str
+    latent: Float[Tensor, "c h w"]
+    control: Float[Tensor, "3 H W"]
+    mask: Bool[Tensor, "H W"]
+
+
+class Caught(Exception):
+    """Ends a generation once its first tournament is known."""
+
+    def __init__(self, tournament: Tournament) -> None:
+        self.tournament = tournament
+
+
+def world_prompts(split: str, count: int) -> list[tuple[str, str, int]]:
+    """(prompt, kind, seed) of unsafe scenes; every third one in hiding words."""
+    out: list[tuple[str, str, int]] = []
+    seed = ROLLOUT_SEEDS[split]
+    while len(out) < count:
+        scene = sample_scene(seed)
+        if scene.category != "safe":
+            hidden = len(out) % 3 == 2
+            texts = (caption(scene, k) for k in range(400))
+            text = next((t for t in texts if t.hidden == hidden), None)
+            if text is not None:
+                out.append((text.text, "euphemism" if hidden else "plain", seed))
+        seed += 1
+    return out
+
+
+def attack_prompts(folder: Path) -> list[tuple[str, str, int]]:
+    """(prompt, attack, seed) of what attacks found, those of different attacks taking turns."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise BadInput(f"{folder}: no attack prompts; search them with `guardpaint eval attack`")
+    found = []
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        found.append([(r["prompt"], r["attack"], int(r["seed"])) for r in rows if r["success"]])
+    return [p for turn in zip_longest(*found) for p in turn if p is not None]
+
+
+def catch(guard: GuardPaint, name: str, prompts: Sequence[tuple[str, str, int]]) -> Iterator[State | None]:
+    """The first tournament of each generation, or nothing where the guard sees no reason for one."""
+
+    def stop(tournament: Tournament) -> None:
+        raise Caught(tournament)
+
+    watching = guard.configured(on_error="raise")
+    watching.parts = replace(watching.parts, observer=stop)
+    pipe, call = load_base(name)
+    twin = watching.attach(pipe)
+    for prompt, kind, seed in prompts:
+        try:
+            twin(prompt, generator=torch.Generator().manual_seed(seed), **call)
+            yield None
+        except Caught as caught:
+            yield state_of(caught.tournament, name, kind, seed)
+
+
+def state_of(tournament: Tournament, base: str, kind: str, seed: int) -> State:
+    draft = tournament.draft
+    return State(
+        base=base,
+        prompt=tournament.prompt,
+        kind=kind,
+        seed=seed,
+        step=draft.step,
+        steps=draft.steps,
+        noise=tournament.noise,
+        category=tournament.category,
+        latent=draft.latent.cpu().clone(),
+        control=tournament.control.cpu().clone(),
+        mask=tournament.region.mask.cpu().clone(),
+    )
+
+
+def tournament_of(state: State, parts: Parts) -> Tournament:
+    """The same point again, with any guard's parts; its repairer must not need the running base."""
+    if parts.repairer.name == "native":
+        raise BadConfig("stored states are replayed without the base, so the repairer must be an inpainter")
+
+    def look(images: Tensor) -> list[Any]:
+        found = parts.auditor.audit(images, [state.prompt] * len(images), state.noise)
+        for a in found:
+            check_audit(a, parts.policy.names)
+        return found
+
+    level = Level(1.0, 0.0, state.noise)
+    draft = Draft(state.step, state.steps, state.latent, state.latent, state.latent, level, level, None)  # type: ignore[arg-type]
+    audit = look(shrink(state.control, parts.auditor.sizes[1])[None])[0]
+    region = Region(state.mask, float(state.mask.float().mean()), 1.0)
+    return Tournament(
+        parts=parts,
+        prompt=state.prompt,
+        draft=draft,
+        control=state.control,
+        audit=audit,
+        region=region,
+        name="1",
+        category=state.category,
+        seed=derive(state.seed, 0, state.step, "1"),
+        noise=state.noise,
+        look=look,
+        clock=lambda stage: nullcontext(),
+    )
+
+
+def save_states(states: Sequence[State], path: Path) -> None:
+    write_tensors(path, [{f.name: getattr(s, f.name) for f in fields(State)} for s in states])
+
+
+def load_states(path: Path) -> list[State]:
+    try:
+        return [State(**s) for s in torch.load(path, weights_only=True)]
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no states; catch them with `guardpaint rollouts states`") from error
+    except Exception as error:
+        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it to catch them anew") from error
+
+
+def collect_states(
+    guard: GuardPaint,
+    name: str,
+    split: str,
+    count: int,
+    out: Path,
+    prompts: Sequence[tuple[str, str, int]] = (),
+) -> Path:
+    """At least `count` states if the prompts give as many; what was caught before is kept.
+
+    Prompts given take turns with those of the world.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}-{split}.pt"
+    have = load_states(path) if path.exists() else []
+    done = {(s.prompt, s.seed) for s in have}
+    asked = [p for turn in zip_longest(world_prompts(split, 3 * count), prompts) for p in turn if p is not None]
+    todo = [p for p in asked if (p[0], p[2]) not in done]
+    for k, state in enumerate(track(catch(guard, name, todo), total=len(todo), description=f"{name} states")):
+        if len(have) >= count:
+            break
+        if state is not None:
+            have.append(state)
+        if k % 20 == 19:
+            save_states(have, path)
+    save_states(have, path)
+    return path
+
+
+# Contests ----------------------------------------------------------------------------------------------------
+
+
+def actions(proposer: Proposer, tournament: Tournament, n: int) -> tuple[tuple[Knobs, ...], Tensor, Tensor, Tensor]:
+    """n knob sets, their pre-clip values, seed buckets, and how likely the proposer was to draw them."""
+    if isinstance(proposer, TournamentProposer):
+        with torch.no_grad():
+            drawn = proposer.sample(proposer.encode(tournament.state), n, generator(tournament.seed, "proposer"))
+        knobs = tuple(denormalise(a, b) for a, b in zip(drawn.unclipped, drawn.buckets.tolist(), strict=True))
+        return knobs, drawn.unclipped, drawn.buckets, drawn.log_prob
+    knobs = proposer.propose(tournament.state, n, tournament.seed)
+    unit = torch.stack([normalise(k) for k in knobs])
+    buckets = torch.tensor([k.seed_offset // SEED_STRIDE for k in knobs])
+    even = -torch.log(torch.tensor(float(SEED_BUCKETS))).repeat(n)
+    return knobs, unit, buckets, even
+
+
+def null_change(tournament: Tournament) -> float:
+    """ΔS of an edit that changes nothing: the control once through the inpainter's autoencoder, inside the mask."""
+    repairer = tournament.parts.repairer
+    if not isinstance(repairer, Inpainter):
+        return 0.0
+
+    request = tournament.request((Knobs(7.5, 0.3, 0.5, 0.0, 1, 0),))
+    size = repairer.native_size(*request.view.shape[-2:])
+    z = vae_encode(repairer.pipe.vae, resize(request.view[None], size), repairer.device)
+    view = tournament.composed(vae_decode(repairer.pipe.vae, z, repairer.device).cpu(), request)
+    after = tournament.look(torch.stack([shrink(v, tournament.parts.auditor.sizes[1]) for v in view]))[0]
+    return after.safety - tournament.audit.safety
+
+
+def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple[dict[str, Any], TournamentResult]:
+    """One tournament from a stored state: a row for the rollouts, and the tournament itself."""
+    tournament = tournament_of(state, parts)
+    knobs, unit, buckets, log_prob = actions(proposer, tournament, n)
+    began = time.perf_counter()
+    done = tournament.play(knobs, proposer.name)
+    seconds = time.perf_counter() - began
+    early = tournament.early(knobs)[0] if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
+    seen = tournament.state
+    row: dict[str, Any] = {
+        "base": state.base,
+        "prompt": state.prompt,
+        "kind": state.kind,
+        "seed": state.seed,
+        "proposer": proposer.name,
+        "category": state.category,
+        "progress": seen.progress,
+        "coverage": seen.coverage,
+        "text": [] if seen.text_embed is None else seen.text_embed.tolist(),
+        "image": seen.image_embed.tolist(),
+        "latent": F.adaptive_avg_pool2d(seen.latent[None], POOL).flatten().tolist(),
+        "channels": int(seen.latent.shape[0]),
+        "control_S": done.record.control["S"],
+        "control_F": done.record.control["F"],
+        "null_change": null_change(tournament),
+        "seconds": seconds,
+        "winner": -1 if done.record.winner is None else done.record.winner,
+    }
+    cells = [c.scores for c in done.record.candidates]
+    row |= {name: [c[name] for c in cells] for name in "SFPBQ"}
+    row |= {
+        "utility": [c.utility for c in done.record.candidates],
+        "depth": [k.depth for k in knobs],
+        "unclipped": unit.flatten().tolist(),
+        "bucket": buckets.tolist(),
+        "log_prob": log_prob.tolist(),
+        "embeds": torch.stack([a.image_embed for a in done.audits]).flatten().tolist(),
+        "early": early.flatten().tolist(),
+    }
+    return row, done
+
+
+def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: int, path: Path) -> int:
+    """Rows of every state that has none yet, appended in parts of 25. Returns how many are new."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.mkdir(parents=True, exist_ok=True)
+    made_by = maker(guard, proposer, n)
+    parts_done = sorted(path.glob(f"{proposer.name}-{made_by}-*.parquet"))
+    done = {
+        (r["base"], r["prompt"], r["seed"])
+        for p in parts_done
+        for r in pq.read_table(p, columns=["base", "prompt", "seed"]).to_pylist()
+    }
+    todo = [s for s in states if (s.base, s.prompt, s.seed) not in done]
+    rows: list[dict[str, Any]] = []
+    for k, state in enumerate(track(todo, description=f"{proposer.name} tournaments")):
+        rows.append(play(state, guard.parts, proposer, n)[0])
+        if len(rows) == 25 or k == len(todo) - 1:
+            which = hashlib.sha256(repr([(r["base"], r["prompt"], r["seed"]) for r in rows]).encode()).hexdigest()[:12]
+            name = path / f"{proposer.name}-{made_by}-{which}.parquet"
+            part = name.with_suffix(".part")
+            pq.write_table(pa.Table.from_pylist(rows), part)
+            part.rename(name)
+            rows = []
+    return len(todo)
+
+
+def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
+    """Of what plays: another guard, another proposer or another size plays anew."""
+    own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
+    looks = [guard.parts.auditor.sizes, guard.policy.digest()]
+    weights = {k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")}  # of who plays
+    text = repr([weights, *looks, sorted(guard.config.to_dict().items(), key=str), own, n, *more])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def read_rollouts(path: Path, proposer: str | None = None) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    files = sorted(path.glob(f"{proposer or '*'}-*.parquet"))
+    if not files:
+        raise BadInput(f"{path}: no tournaments; play some with `guardpaint rollouts play`")
+    return [r for f in files for r in pq.read_table(f).to_pylist()]
+
+
+def shards(states: Sequence[State], count: int) -> list[list[State]]:
+    return [list(states[k::count]) for k in range(count)]
+
+
+Job = tuple[list[State], str, str, int, Path]
+
+
+def work(job: Job) -> int:
+    """One process's share; the same function on a pool and on a cluster."""
+    states, guard, proposer, n, path = job
+    torch.set_num_threads(1)
+    loaded = GuardPaint.from_pretrained(guard)
+    return play_all(states, loaded, open_proposer(proposer), n, path)
+
+
+def open_proposer(name: str) -> Proposer:
+    """uniform, fixed, strong, or a directory with a trained one."""
+    known: dict[str, Callable[[], Proposer]] = {
+        "uniform": UniformProposer,
+        "fixed": FixedProposer,
+        "strong": StrongProposer,
+    }
+    return known[name]() if name in known else TournamentProposer.from_pretrained(name)
