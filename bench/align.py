@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
+from paperdolls.measure import read_rows
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.evaluate.inpainter import FULLSIZE, metrics
-from paperdolls.measure import read_rows
 from guardpaint.store.results import REVISION, write_results
 from guardpaint.train.align import METHODS, AlignConfig, Aligner, Tuple
 from guardpaint.train.engine import TrainConfig

@@ -19,8 +19,8 @@ from rich.progress import track
 
 from guardpaint.evaluate import harness, run
 from guardpaint.evaluate.statistics import mean, ratio_interval
-from guardpaint.store.results import REVISION, metric, write_results
 from guardpaint.guard import GuardPaint
+from guardpaint.store.results import REVISION, metric, write_results
 
 MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
 """Settings of ours that are worth knowing the cost of: with the ranker, and at the last step alone."""

@@ -14,16 +14,16 @@ from fastapi.testclient import TestClient
 from helpers import serving
 from PIL import Image
 
-from guardpaint.testing import small
-from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 from guardpaint.errors import BadConfig, BadInput
+from guardpaint.guard import GuardPaint
+from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.disclosure import EXACT
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.settings import Key, Settings, load_keys
 from guardpaint.serve.worker import Ask, Cancelled, Job, Overloaded, Worker
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 
 USER, OPERATOR, OTHER = "user-secret-0123456", "operator-secret-012", "other-secret-012345"
 KEYS = {USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000), OTHER: Key("bob", per_minute=1000)}

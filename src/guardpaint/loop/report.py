@@ -124,9 +124,7 @@ class GuardReport:
     """What ran, on which steps, what was skipped and why."""
     errors: list[str]
     seconds: float
-    created: str = field(
-        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    )
+    created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"))
     version: int = VERSION
     evidence: list[Evidence] = field(default_factory=list, repr=False)
 
@@ -197,3 +195,8 @@ def load_report(path: str | Path) -> JsonDict:
     if not isinstance(data, dict) or "request_id" not in data or data.get("version") not in (1, VERSION):
         raise BadInput(f"{path}: not a GuardPaint report of version 1 or {VERSION}")
     return upgraded(data)
+
+
+def report_schema() -> JsonDict:
+    """The published JSON schema of a report."""
+    return json.loads((Path(__file__).parents[1] / "assets" / "report.schema.json").read_text(encoding="utf-8"))

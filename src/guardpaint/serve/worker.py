@@ -19,13 +19,14 @@ from PIL import Image
 from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, GuardPaintError
-from guardpaint.policy import Policy
-from guardpaint.loop.verdict import blurred_thumbnail, from_pil, to_pil
+from guardpaint.guard import GuardPaint
+from guardpaint.loop.pictures import blurred_thumbnail
 from guardpaint.loop.report import GuardReport, StepRecord
+from guardpaint.policy import Policy
 from guardpaint.serve.disclosure import audited
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.settings import Key, Settings
-from guardpaint.guard import GuardPaint
+from guardpaint.store.images import from_pil, to_pil
 
 log = logging.getLogger("guardpaint.serve")
 SHOWN = ("clean", "repaired", "blurred")

@@ -13,8 +13,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from guardpaint.store.checkpoint import write_atomic
 from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import write_atomic
 
 MOST_PIXELS = 64_000_000
 
