@@ -24,7 +24,7 @@ from guardpaint.guard import GuardPaint
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
 
-NODES = Path(__file__).parents[1] / "integrations" / "comfyui" / "__init__.py"
+NODES = Path(__file__).parents[2] / "integrations" / "comfyui" / "__init__.py"
 CPU = torch.device("cpu")
 
 

@@ -317,6 +317,21 @@ def test_metrics_count_what_happened(client):
     assert "guardpaint_audit_score_bucket" in text and "guardpaint_queue_depth 0.0" in text
 
 
+def test_pictures_are_counted_before_they_are_answered(client):
+    """Whoever has the answer finds the picture in /metrics, on a busy machine too."""
+    test = client(guard=blocking())
+    worker = test.app.state.service.worker
+    counted, seen = worker.on_batch, []
+
+    def count(batch, reports, seconds):
+        seen.append([job.future.done() for job in batch])
+        counted(batch, reports, seconds)
+
+    worker.on_batch = count
+    ask(test)
+    assert seen == [[False]]
+
+
 def test_a_policy_is_changed_without_a_restart(client):
     test = client(FlagsBright())
     policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()

@@ -248,14 +248,14 @@ class Worker:
         finally:
             self.busy = 0
             self.batches += 1
-        for job, image, report in zip(batch, images, reports, strict=True):
-            tell(job, report)
-            settle(job, Done(image if report.status in self.shown else None, report))
-        if self.on_batch is not None:
+        if self.on_batch is not None:  # before the answers: who reads /metrics after an answer finds it counted
             try:
                 self.on_batch(batch, reports, time.monotonic() - began)
             except Exception:  # counting and tracing must never stop the worker
                 log.exception("accounting of a batch failed")
+        for job, image, report in zip(batch, images, reports, strict=True):
+            tell(job, report)
+            settle(job, Done(image if report.status in self.shown else None, report))
 
     def draw(self, guard: GuardPaint, batch: list[Job]) -> tuple[list[Image.Image], list[GuardReport]]:
         ask = batch[0].ask
