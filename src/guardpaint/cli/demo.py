@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from paperdolls import bases
 from rich.console import Console
 
-from paperdolls import bases
-from guardpaint.store.images import save_image
-from guardpaint.loop.report import GuardReport
-from guardpaint.loop.report_page import STYLE, figure
 from guardpaint.guard import GuardPaint
+from guardpaint.loop.report import GuardReport
+from guardpaint.store.images import save_image
+from guardpaint.store.pages import render
 
 NOTICE = (
     "Base models, auditor and inpainter are GuardPaint's own small ones, trained on its paper-doll world. Every prompt "
@@ -63,17 +62,9 @@ def run(out_dir: Path, seed: int, out: Console, only: list[str] | None = None) -
             for prompt in prompts:
                 drawn.append(both(guard, name, pipe, prompt, seed, out_dir))
                 out.print(f"{name:15s} {drawn[-1].verdict:22s} {prompt}", highlight=False)
-            plain = "".join(figure(d.plain, d.prompt) for d in drawn)
-            shown = "".join(f'<a href="{d.page}">{figure(d.image, d.verdict)}</a>' for d in drawn)
-            strips.append(f'<h3>{title}, unguarded</h3><div class="strip">{plain}</div>')
-            strips.append(f'<h3>{title}, guarded</h3><div class="strip">{shown}</div>')
-        sections.append(f"<h2>{name}: {html.escape(type(pipe).__name__)}</h2>{''.join(strips)}")
-    gallery = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>GuardPaint demo</title><style>{STYLE}'
-        f"figure {{ max-width: 200px }} figure img {{ width: 192px; image-rendering: pixelated }}</style>"
-        f"<h1>GuardPaint demo</h1><p>{NOTICE}</p>"
-        f"<p>Click a guarded picture for its report.</p>{''.join(sections)}</html>"
-    )
+            strips.append({"title": title, "drawn": drawn})
+        sections.append({"base": name, "pipeline": type(pipe).__name__, "strips": strips})
+    gallery = render("gallery.html.j2", title="GuardPaint demo", notice=NOTICE, sections=sections)
     index = out_dir / "index.html"
     index.write_text(gallery, encoding="utf-8")
     out.print(f"gallery: {index}")
