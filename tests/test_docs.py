@@ -104,7 +104,8 @@ def test_links_lead_somewhere(path):
 
 def anchors(path):
     """The anchors that a Markdown renderer gives the headings of a page."""
-    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
