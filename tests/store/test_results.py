@@ -6,7 +6,9 @@ import json
 import subprocess
 
 import pytest
+from typer.testing import CliRunner
 
+from guardpaint.cli.evaluate import app
 from guardpaint.errors import BadInput
 from guardpaint.store.results import changed_files, git_revision, metric, require_clean, write_results
 
@@ -83,3 +85,14 @@ def test_a_relative_path_is_that_of_the_working_directory(checkout, monkeypatch)
     with pytest.raises(BadInput, match=r"a\.py"):
         require_clean("results/new.json")
     require_clean("new.json")
+
+
+def test_commands_check_before_they_measure(checkout, monkeypatch):
+    """The guard that the command names does not exist: the check comes before it is opened."""
+    (checkout / "a.py").write_text("x = 2\n")
+    monkeypatch.chdir(checkout)
+    words = ["adaptive", "--guard", "missing"]
+    refused = CliRunner().invoke(app, words)
+    assert isinstance(refused.exception, BadInput) and "uncommitted changes (a.py)" in str(refused.exception)
+    elsewhere = CliRunner().invoke(app, [*words, "--results", "runs/adaptive.json"])
+    assert elsewhere.exception is not None and "uncommitted" not in str(elsewhere.exception)
