@@ -65,3 +65,18 @@ def test_the_gallery_links_guarded_pictures_to_their_reports():
     page = render("gallery.html.j2", title="GuardPaint demo", notice="Small models.", sections=sections)
     assert page.count("<figure") == 2 and page.count('<a href="p.html"><figure>') == 1
     assert "<h2>mini-sd: X</h2>" in page and "a &lt;hat&gt;" in page
+
+
+def test_the_evaluation_page_says_what_is_met():
+    metrics = {
+        "a.<b>": {"value": 0.12345, "n": 7, "ci": [0.1, 0.2], "goal": "<=0.04", "met": False},
+        "c": {"value": None, "n": 0},
+    }
+    sections = [
+        {"heading": "Defences", "text": "", "picture": None, "alt": "", "metrics": metrics},
+        {"heading": "", "text": "A note.", "picture": RED, "alt": "front", "metrics": {}},
+    ]
+    page = render("evaluation.html.j2", title="t", count=2, note="n", sections=sections)
+    row = "<tr><td>a.&lt;b&gt;</td><td>0.1235</td><td>0.1 … 0.2</td><td>7</td><td>&lt;=0.04: <b>NOT met</b></td></tr>"
+    assert row in page and "<tr><td>c</td><td>–</td><td></td><td>0</td><td></td></tr>" in page
+    assert page.count("<table>") == 1 and '<img alt="front" src="data:image/png' in page and "<p>A note.</p>" in page
