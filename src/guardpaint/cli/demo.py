@@ -50,6 +50,7 @@ def demo(
 
     testbed = open_testbed()
     prompts = need(testbed, Showcase, "demo")
+    shown = {"benign prompts": prompts.benign_showcase(), "unsafe prompts": prompts.harmful_showcase()}
     out.print(NOTICE, style="yellow")
     guard = GuardPaint.embedded(retain_evidence=True)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -57,18 +58,15 @@ def demo(
     for name in base or testbed.bases():
         loaded = load_base(name)
         strips = []
-        for title, texts in (
-            ("benign prompts", prompts.benign_showcase()),
-            ("unsafe prompts", prompts.harmful_showcase()),
-        ):
+        for title, texts in shown.items():
             drawn = []
             for text in texts:
                 drawn.append(both(guard, loaded, text, seed, out_dir))
                 out.print(f"{name:15s} {drawn[-1].verdict:22s} {text}", highlight=False)
-            strips.append((title, drawn))
-        sections.append((f"{name}: {type(loaded.pipe).__name__}", strips))
+            strips.append({"title": title, "drawn": drawn})
+        sections.append({"base": name, "pipeline": type(loaded.pipe).__name__, "strips": strips})
     index = out_dir / "index.html"
-    index.write_text(render("gallery.html.j2", notice=NOTICE, sections=sections), encoding="utf-8")
+    index.write_text(render("gallery.html.j2", title="GuardPaint demo", notice=NOTICE, sections=sections), encoding="utf-8")
     out.print(f"gallery: {index}")
 
 
