@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint.loop.report import Evidence
+from guardpaint.loop.evidence import Evidence
 from guardpaint.loop.report_page import render
 
 SETTINGS = {"trigger": 0.4, "mode": "<enforce>", "skipped": [{"what": "guard", "why": "one <reason>"}]}

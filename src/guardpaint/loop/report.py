@@ -10,9 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from guardpaint.errors import BadInput
+from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.report_page import render
 from guardpaint.store.checkpoint import write_atomic
 from guardpaint.types import JsonDict
 from guardpaint.verify.tournament import TournamentRecord
@@ -93,19 +93,6 @@ class FinalRecord:
 
 
 @dataclass
-class Evidence:
-    """A picture of the process; blurred unless the guard retains evidence."""
-
-    step: int
-    kind: str
-    index: int
-    image: Image.Image
-    blurred: bool
-    heat: Any = None
-    """The heat map behind a control, [h, w] in [0, 1]."""
-
-
-@dataclass
 class GuardReport:
     """One per image. `to_dict` follows assets/report.schema.json."""
 
@@ -160,8 +147,6 @@ class GuardReport:
 
     def to_html(self) -> str:
         """A self-contained page: trajectory strip, heat map, candidates with the winner framed."""
-        from guardpaint.loop.report_page import render
-
         return render(self.to_dict(), self.evidence)
 
 

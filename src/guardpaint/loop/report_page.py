@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from guardpaint.audit.gradcam import overlay
-from guardpaint.loop.report import Evidence
+from guardpaint.loop.evidence import Evidence
 from guardpaint.store import pages
 from guardpaint.types import JsonDict
 

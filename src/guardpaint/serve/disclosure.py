@@ -12,7 +12,8 @@ from PIL import Image
 from guardpaint.audit.gradcam import overlay
 from guardpaint.audit.regions import mine
 from guardpaint.guard import GuardPaint
-from guardpaint.loop.report import Evidence, GuardReport
+from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.report import GuardReport
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.settings import Key
 from guardpaint.store.images import from_pil, to_pil
