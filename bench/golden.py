@@ -37,10 +37,13 @@ SEED = 5
 def open_base(name: str) -> tuple[Any, dict[str, Any]]:
     """A named base and its call settings, from this tree or from the reference revision's module."""
     try:
-        from guardpaint.draft.loading import load_base
+        from guardpaint.bases import load_base
     except ImportError:  # the reference revision
-        from guardpaint.cli.generate import load_base
-    return load_base(name)
+        from guardpaint.commands import load_base as load_pair
+
+        return load_pair(name)
+    base = load_base(name)
+    return base.pipe, dict(base.call)
 
 
 def story(report: Any) -> dict[str, Any]:

@@ -20,15 +20,23 @@ from guardpaint.errors import BadInput
 
 @runtime_checkable
 class Listener(Protocol):
-    """Who is told; `Request` is the one."""
+    """Who hears what passes through the tap. A subclass needs to define only what it wants to hear or change."""
 
-    def before_call(self, call: DenoiserCall) -> DenoiserCall: ...
+    def before_call(self, call: DenoiserCall) -> DenoiserCall:
+        """A denoiser call is about to be made; returns the call to make."""
+        return call
 
-    def before_step(self, output: Tensor, timestep: Any, sample: Tensor) -> Tensor: ...
+    def before_step(self, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        """A scheduler step is about to be taken; returns the model output to take it with."""
+        return output
 
-    def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor: ...
+    def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor:
+        """A scheduler step was taken; returns the latents to go on from."""
+        return stepped
 
-    def decoded(self, images: Tensor) -> None: ...
+    def decoded(self, images: Tensor) -> None:
+        """The pipeline's VAE has decoded these images."""
+        return None
 
 
 def doorway(module: Any, methods: dict[str, Callable[..., Any]]) -> Any:

@@ -19,7 +19,8 @@ from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
 from guardpaint.draft import schedule
 from guardpaint.draft.codec import ViewDecoder, vae_decode
-from guardpaint.draft.conditioning import BaseModel, DenoiserCall
+from guardpaint.draft.conditioning import DenoiserCall
+from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentViews
 from guardpaint.errors import BadInput, NotFinite
@@ -235,15 +236,14 @@ class Request:
             for i, (z, x, e) in enumerate(zip(*spatial, strict=True))
         ]
 
-    def base(self, image: int) -> BaseModel:
-        return BaseModel(
+    def base(self, image: int) -> Denoiser:
+        return Denoiser(
             pipe=self.pipe,
             vae=self.vae,
             family=self.family,
-            scheduler=self.pipe.scheduler,
             calls=tuple(self.calls),
-            image=image,
             batch=len(self.guards),
+            image=image,
             guidance=self.family.guidance(self.pipe),
             true_cfg=self.true_cfg,
         )
