@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
+from paperdolls.captions import caption
+from paperdolls.render import CODE, render
+from paperdolls.scene import Scene, sample_scene
 from torch import Tensor
 
 from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
@@ -20,9 +23,6 @@ from guardpaint.draft.denoiser import Denoiser
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.store.images import as_pixels
 from guardpaint.train.engine import write_tensors
-from paperdolls.captions import caption
-from paperdolls.render import CODE, render
-from paperdolls.scene import Scene, sample_scene
 
 KINDS = (
     "clean",

@@ -28,7 +28,7 @@ from guardpaint.types import Level
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A pipeline's denoiser and VAE with the text of one batch of prompts. Gradients flow unless the caller stops them."""
+    """A pipeline's denoiser and VAE, told a batch of prompts. Gradients flow unless the caller stops them."""
 
     pipe: Any
     vae: Any

@@ -16,16 +16,16 @@ from jaxtyping import Float
 from rich.progress import track
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import fingerprint as weights_of
-from guardpaint.store.checkpoint import read_json
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.store.checkpoint import fingerprint as weights_of
+from guardpaint.store.checkpoint import read_json
 from guardpaint.store.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card, write_tensors
+from paperdolls.captions import caption
 from paperdolls.models.generator import load_pipeline, sample_sheet
 from paperdolls.models.teachers import Text, sd3_velocity
 from paperdolls.models.vae import TRAIN_SEEDS
-from paperdolls.captions import caption
 from paperdolls.scene import sample_scene
 
 FIRST = TRAIN_SEEDS + 2_000_000

@@ -17,17 +17,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import load_strict
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.errors import BadConfig, BadInput
-from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
+from guardpaint.store.checkpoint import load_strict
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from paperdolls.captions import caption
+from paperdolls.masks import differs
 from paperdolls.models.generator import load_pipeline
 from paperdolls.models.latents import encoded, pixels_of, tokenise
 from paperdolls.models.vae import load_autoencoder
-from paperdolls.captions import caption
-from paperdolls.masks import differs
+from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from paperdolls.render import render
 from paperdolls.scene import PROPS, Scene, safe_version, sample_scene
 
