@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -77,7 +78,7 @@ class Family(ABC):
         branches = (0, 1) if base.has_cfg else (0,)
         call = base.rows(base.calls[0], len(z), branches)
         many = len(branches)
-        output = self.output(call.module, z.repeat(many, 1, 1, 1), time.repeat(many), call.conditioning()).float()
+        output = self.output(call.module, torch.cat([z] * many), time.repeat(many), call.conditioning()).float()
         return guided(output, base.guidance if guidance is None else guidance) if many == 2 else output
 
 

@@ -79,7 +79,7 @@ def redrawn(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Vie
     late: list[Views] = []
     for k in range(first, steps):
         before, after = base.levels[k], base.levels[k + 1]
-        x0, noise = base.estimate(z, before)
+        x0, noise = base.estimate(z, [before] * len(z))
         z = after.signal * x0 + after.sigma * noise
         if k == steps - 2:
             progress = torch.full((len(z),), (k + 1) / steps)
