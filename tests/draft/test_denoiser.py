@@ -156,10 +156,10 @@ def test_other_words_are_what_the_pipeline_would_have_been_told(family):
     call = {**CALL, "negative_prompt": ["a blue hat"]}
     if family == "flux":  # distilled guidance: there is no negative branch
         call = {**CALL, "max_sequence_length": 512}
-    told = replace(Denoiser.from_prompts(pipe, PROMPTS, CALL), image=1).with_prompt("a red coat", "a blue hat")
+    reworded = replace(Denoiser.from_prompts(pipe, PROMPTS, CALL), image=1).with_prompt("a red coat", "a blue hat")
     other = Denoiser.from_prompts(pipe, ["a red coat"], call)
     z = torch.randn(3, small.LATENT_CHANNELS[family], *GRID, generator=torch.Generator().manual_seed(2))
-    for mine, want in zip(told.estimate(z, other.levels[1]), other.estimate(z, other.levels[1]), strict=True):
+    for mine, want in zip(reworded.estimate(z, other.levels[1]), other.estimate(z, other.levels[1]), strict=True):
         near(mine, want)
 
 
@@ -171,14 +171,14 @@ def test_a_flux_without_distilled_guidance_is_guided_by_its_branches():
         pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "guidance_embeds": False})
     base = Denoiser.from_prompts(pipe, PROMPTS[:1], CALL)
     assert base.calls[0].kwargs["guidance"] is None
-    told = base.with_prompt("a red coat", "a blue hat")
+    reworded = base.with_prompt("a red coat", "a blue hat")
     positive, negative = (base.with_prompt(p, p) for p in ("a red coat", "a blue hat"))
     z = torch.randn(2, 16, *GRID, generator=torch.Generator().manual_seed(2))
     level = base.levels[1]
     one, other = positive.output(z, level, 1.0), negative.output(z, level, 1.0)
     g = torch.tensor([2.0, 5.0])
-    near(told.output(z, level, g), other + g.view(-1, 1, 1, 1) * (one - other))
-    assert len(told.calls) == 2 and not torch.allclose(one, other)
+    near(reworded.output(z, level, g), other + g.view(-1, 1, 1, 1) * (one - other))
+    assert len(reworded.calls) == 2 and not torch.allclose(one, other)
 
 
 def test_a_null_embedding_gets_gradients_and_takes_the_negative_rows():
@@ -234,11 +234,11 @@ def test_a_flux_from_encoded_text_finds_its_positions():
     """Two branches by hand: negative + 3 · (positive − negative), the distilled input at the base's own guidance."""
     pipe = a_pipe("flux")
     base = Denoiser.from_prompts(pipe, PROMPTS, CALL)
-    told = {k: v for k, v in base.calls[0].conditioning().items() if k not in ("img_ids", "txt_ids")}
+    text = {k: v for k, v in base.calls[0].conditioning().items() if k not in ("img_ids", "txt_ids")}
     z = torch.randn(1, 16, *GRID, generator=torch.Generator().manual_seed(2))
     level = base.levels[1]
     negative, positive = (replace(base, image=i).output(z, level) for i in (0, 1))
-    both = Denoiser.from_states(pipe, told, batch=1, guidance=4.0, true_cfg=3.0)
+    both = Denoiser.from_states(pipe, text, batch=1, guidance=4.0, true_cfg=3.0)
     near(both.output(z, level), negative + 3 * (positive - negative))
 
 

@@ -109,5 +109,5 @@ class TransformerFamily(Family):
         self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
         packed = self.pack(fitting(z, arguments))
-        told = {**arguments, "hidden_states": packed, "timestep": time.to(packed.device), "return_dict": False}
-        return self.unpack(module(**told)[0], (int(z.shape[-2]), int(z.shape[-1])))
+        inputs = {**arguments, "hidden_states": packed, "timestep": time.to(packed.device), "return_dict": False}
+        return self.unpack(module(**inputs)[0], (int(z.shape[-2]), int(z.shape[-1])))

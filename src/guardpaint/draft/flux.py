@@ -70,13 +70,13 @@ class Flux(TransformerFamily):
         """Position ids that the arguments lack are those of the latents' size and of the text's length."""
         from diffusers import FluxPipeline
 
-        told, states = dict(arguments), arguments["encoder_hidden_states"]
-        if "img_ids" not in told:
+        inputs, states = dict(arguments), arguments["encoder_hidden_states"]
+        if "img_ids" not in inputs:
             h, w = int(z.shape[-2]) // 2, int(z.shape[-1]) // 2
-            told["img_ids"] = FluxPipeline._prepare_latent_image_ids(len(z), h, w, states.device, states.dtype)
-        if "txt_ids" not in told:
-            told["txt_ids"] = torch.zeros(states.shape[1], 3).to(states)
-        return super().output(module, z, time, told)
+            inputs["img_ids"] = FluxPipeline._prepare_latent_image_ids(len(z), h, w, states.device, states.dtype)
+        if "txt_ids" not in inputs:
+            inputs["txt_ids"] = torch.zeros(states.shape[1], 3).to(states)
+        return super().output(module, z, time, inputs)
 
     def predict(
         self, base: Denoiser, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], guidance: float | Tensor | None

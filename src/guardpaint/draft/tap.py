@@ -58,9 +58,9 @@ def tapped(pipe: Any, family: Family, listener: Listener) -> Iterator[None]:
     own_cache_hooks(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        told = DenoiserCall(module, args, kwargs)
-        told = ears[0].before_call(told) if ears else told
-        return module(*told.args, **told.kwargs)
+        outgoing = DenoiserCall(module, args, kwargs)
+        outgoing = ears[0].before_call(outgoing) if ears else outgoing
+        return module(*outgoing.args, **outgoing.kwargs)
 
     def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = vae.decode(*args, **kwargs)

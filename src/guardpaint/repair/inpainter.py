@@ -93,17 +93,17 @@ class Inpainter:
         device = self.device
         view = resize(request.view[None], size)[0].to(device)
         masks = resize(request.masks[:, None], size)[:, 0].to(device)
-        told = self._told(request.prompt)
+        denoiser = self._denoiser(request.prompt)
         z_view = vae_encode(self.pipe.vae, view[None], device)[0]
         decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, device)
         images, latents = [], []
         for part in in_batches(len(masks), request.batch):
-            shown, z = self._denoise(view, z_view, masks[part], request, part, told, descent)
+            shown, z = self._denoise(view, z_view, masks[part], request, part, denoiser, descent)
             images.append(decoder.full(shown))
             latents.append(z)
         return torch.cat(images).cpu(), torch.cat(latents)
 
-    def _told(self, prompt: str) -> Denoiser:
+    def _denoiser(self, prompt: str) -> Denoiser:
         """The model told this prompt, encoded once per tournament."""
         family = family_of(self.pipe)
         return Denoiser.from_states(self.pipe, family.encode_prompt(self.pipe, prompt, ""))
@@ -115,7 +115,7 @@ class Inpainter:
         masks: Float[Tensor, "n h w"],
         request: RepairRequest,
         part: slice,
-        told: Denoiser,
+        denoiser: Denoiser,
         descent: Descent,
     ) -> tuple[Float[Tensor, "n c u v"], Float[Tensor, "n c u v"]]:
         hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
@@ -128,6 +128,6 @@ class Inpainter:
         extra = torch.cat([channel, z_masked], dim=1)
 
         def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:
-            return told.estimate(z, level, guidance[active], extra[active])
+            return denoiser.estimate(z, level, guidance[active], extra[active])
 
         return descent(*begin(z_view, small, request, part, self.ladder), self.ladder, estimate)

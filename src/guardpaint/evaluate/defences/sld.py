@@ -99,12 +99,12 @@ def pushed_away(base: Base, words: str) -> Iterator[None]:
         out = own(*args, **kwargs)
         plain = out[0] if isinstance(out, tuple) else out.sample
 
-        def asked(branch: int) -> Tensor:
+        def prediction(branch: int) -> Tensor:
             text = take_rows(texts, 2, torch.full((len(plain),), branch))
             return own(*args, **{**with_text(kwargs, text), "return_dict": False})[0]
 
-        empty, wanted = plain.chunk(2) if two_branches else (asked(NOTHING), plain)
-        forbidden = asked(WORDS).chunk(2)[1] if two_branches else asked(WORDS)
+        empty, wanted = plain.chunk(2) if two_branches else (prediction(NOTHING), plain)
+        forbidden = prediction(WORDS).chunk(2)[1] if two_branches else prediction(WORDS)
         gamma = safety_term(wanted, empty, forbidden)
         if state["momentum"] is None:
             state["momentum"] = torch.zeros_like(gamma)

@@ -70,7 +70,9 @@ class FlowTeacher(ABC):
     other_empty: Int[Tensor, "1 m"]
 
     @abstractmethod
-    def told(self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]) -> Denoiser:
+    def denoiser(
+        self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]
+    ) -> Denoiser:
         """The pipeline's denoiser under these texts, [empty, prompts], and classifier-free guidance for each prompt."""
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class FlowTeacher(ABC):
     ) -> Float[Tensor, "b c h w"]:
         assert batch.other_ids is not None
         ids, other = beside_empty(self.empty, batch.ids), beside_empty(self.other_empty, batch.other_ids)
-        base = self.told(ids, other, guidance)
+        base = self.denoiser(ids, other, guidance)
         return base.output(noisy, [base.level(s) for s in sigma.tolist()])
 
 
@@ -96,7 +98,9 @@ class Sd3Teacher(FlowTeacher):
         frozen(pipe.transformer, *self.encoders)
         self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_3, [""])
 
-    def told(self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]) -> Denoiser:
+    def denoiser(
+        self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]
+    ) -> Denoiser:
         states, pooled = sd3_texts(self.encoders, ids, other_ids)
         text = {"encoder_hidden_states": states, "pooled_projections": pooled}
         return Denoiser.from_states(self.pipe, text, len(guidance), guidance)
@@ -110,7 +114,9 @@ class FluxTeacher(FlowTeacher):
         frozen(pipe.transformer, self.text, self.text2)
         self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_2, [""])
 
-    def told(self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]) -> Denoiser:
+    def denoiser(
+        self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]
+    ) -> Denoiser:
         states, pooled = self.text2(other_ids)[0], self.text(ids).pooler_output
         text = {"encoder_hidden_states": states, "pooled_projections": pooled, "guidance": torch.ones(len(ids))}
         return Denoiser.from_states(self.pipe, text, len(guidance), guidance=1.0, true_cfg=guidance)
