@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from guardpaint.draft.conditioning import BaseModel
+    from guardpaint.draft.denoiser import Denoiser
 
 SAFE = "safe"
 
@@ -39,7 +39,7 @@ class Draft:
     """The trajectory's own implied noise."""
     before: Level
     after: Level
-    base: BaseModel
+    base: Denoiser
     """The base's own denoiser and VAE, replayable on this image."""
 
     @property
@@ -138,7 +138,7 @@ class RepairRequest:
     avoid: str
     """The definition of what was flagged."""
     seed: int
-    base: BaseModel | None
+    base: Denoiser | None
     latent_size: tuple[int, int]
     """Of the base's latent, for repairers that work there."""
     batch: int = 8

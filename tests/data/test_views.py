@@ -1,65 +1,21 @@
-"""Views of unfinished pictures: the replayed estimate is the pipeline's own, on every family."""
+"""Views of unfinished pictures and their ground truth, on every family."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-
-from guardpaint.testing import small
-from paperdolls.bases import NAMES
 from paperdolls import views as drawn
-from guardpaint.data import views
-from guardpaint.draft import schedule
-from guardpaint.draft.families import family_of
-from guardpaint.errors import BadCheckpoint, BadInput
+from paperdolls.bases import NAMES
 from paperdolls.captions import caption
 from paperdolls.render import CODE
 from paperdolls.scene import safe_version, sample_scene
 
+from guardpaint.data import views
+from guardpaint.errors import BadCheckpoint, BadInput
+from guardpaint.testing import small
+
 CALL = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 64, "width": 64}
 SEEDS = list(range(900, 906))
-
-
-def recorded(pipe, call, prompts):
-    """(latent, level, x̂0) of every step of a real run."""
-    rows = []
-    scheduler, family = pipe.scheduler, family_of(pipe)
-    levels, original = schedule.Levels(scheduler, call["num_inference_steps"]), scheduler.step
-
-    def step(output, timestep, sample, *args, **kwargs):
-        levels.locate(timestep)
-        level = levels.at(len(rows))
-        x0, _ = schedule.split(output, sample, level, schedule.prediction_type(scheduler))
-        rows.append((family.unpack(sample, (16, 16)), level, family.unpack(x0, (16, 16))))
-        return original(output, timestep, sample, *args, **kwargs)
-
-    scheduler.step = step
-    try:
-        pipe(prompts, generator=torch.Generator().manual_seed(1), **call)
-    finally:
-        del scheduler.step
-    return rows
-
-
-@pytest.mark.parametrize("family", small.BASES)
-def test_a_replayed_estimate_is_the_pipelines_own(family):
-    pipe = small.pipeline(family)
-    prompts = ["a red coat", "a blue hat"]
-    for latent, level, x0 in recorded(pipe, CALL, prompts):
-        again, _ = views.Replay(pipe, CALL, prompts).estimate(latent, [level, level])
-        torch.testing.assert_close(again, x0, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("family", ["sd", "sdxl"])
-def test_a_replay_scales_latents_as_euler_schedulers_do(family):
-    from diffusers import EulerDiscreteScheduler
-
-    pipe = small.pipeline(family)
-    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-    prompts = ["a red coat", "a blue hat"]
-    for latent, level, x0 in recorded(pipe, CALL, prompts):
-        again, _ = views.Replay(pipe, CALL, prompts).estimate(latent, [level, level])
-        torch.testing.assert_close(again, x0, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("family", small.BASES)

@@ -247,7 +247,7 @@ def test_tiny_guard_runs_every_rule_without_error(sd_pipe):
 @pytest.mark.parametrize("name", ["sd", "flux"])
 def test_a_draft_without_recorded_calls_takes_its_default_rule(name):
     """Nothing is asked of a denoiser that was never heard; rules that need one give way, a family's own does not."""
-    from guardpaint.draft.conditioning import BaseModel
+    from guardpaint.draft.denoiser import Denoiser
     from guardpaint.draft.families import family_of
     from guardpaint.reinsert.apply import choose
     from guardpaint.testing import small
@@ -255,7 +255,7 @@ def test_a_draft_without_recorded_calls_takes_its_default_rule(name):
 
     pipe = small.pipeline(name)
     family = family_of(pipe)
-    base = BaseModel(pipe, pipe.vae, family, pipe.scheduler, calls=(), image=0, batch=1, guidance=1.0)
+    base = Denoiser(pipe, pipe.vae, family, calls=(), batch=1, image=0)
     zero, level = torch.zeros(4, 8, 8), Level(0.5, 0.5, 0.5)
     draft = Draft(3, 6, zero, zero, zero, level, level, base)
     assert choose("auto", draft, family) == (family.default_reinsertion, "")

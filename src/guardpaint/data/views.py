@@ -6,7 +6,6 @@ Most come from one call of the base on a re-noised picture: a paper-doll scene h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,18 +13,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
-from torch import Tensor
-
-from guardpaint.draft import schedule
-from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
-from guardpaint.draft.conditioning import guided
-from guardpaint.draft.families import family_of
-from guardpaint.errors import BadCheckpoint, BadInput
-from guardpaint.store.images import as_pixels
-from guardpaint.train.engine import write_tensors
 from paperdolls.captions import caption
 from paperdolls.render import CODE, render
 from paperdolls.scene import Scene, sample_scene
+from torch import Tensor
+
+from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
+from guardpaint.draft.denoiser import Denoiser
+from guardpaint.errors import BadCheckpoint, BadInput
+from guardpaint.store.images import as_pixels
+from guardpaint.train.engine import write_tensors
 
 KINDS = (
     "clean",
@@ -115,65 +112,6 @@ class Shelf:
         return joined(found).rows(torch.argsort(order))
 
 
-class Begun(Exception):
-    """A pipeline has come to its first denoiser call, which is as far as a replay needs it."""
-
-
-class Replay:
-    """A base's denoiser on any latents and levels, with the text of one batch of prompts under its own guidance."""
-
-    def __init__(self, pipe: Any, call: dict[str, Any], prompts: list[str]) -> None:
-        self.pipe, self.family = pipe, family_of(pipe)
-        self.scheduler = pipe.scheduler
-        self.module = getattr(pipe, self.family.denoiser)
-        self.kwargs: dict[str, Any] = {}
-        self.scale = float(call.get("guidance_scale", 1.0))
-
-        def remember(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            self.kwargs = {k: v for k, v in kwargs.items() if k not in ("sample", "hidden_states", "timestep")}
-            self.rows = len(args[0] if args else kwargs["hidden_states"])
-            raise Begun
-
-        hook = self.module.register_forward_pre_hook(remember, with_kwargs=True)
-        try:
-            pipe(prompts, generator=torch.Generator().manual_seed(0), **call)
-        except Begun:
-            pass
-        finally:
-            hook.remove()
-        self.branches = self.rows // len(prompts)
-        self.steps = int(call["num_inference_steps"])
-        walked = schedule.Levels(self.scheduler, self.steps)
-        walked.locate(self.scheduler.timesteps[0])
-        self.levels = [walked.at(k) for k in range(self.steps + 1)]
-        """What each step of the call enters with, and what the last one leaves."""
-
-    @torch.no_grad()
-    def estimate(
-        self, z: Float[Tensor, "b c h w"], levels: list[Any]
-    ) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b c h w"]]:
-        """Clean estimates and implied noise, every row at its own level."""
-        prediction = schedule.prediction_type(self.scheduler)
-        noise = torch.tensor([level.noise for level in levels], device=z.device)
-        sample = self.family.pack(torch.cat([z] * self.branches)).to(self.module.dtype)
-        if prediction == "flow":
-            time = (noise * (1.0 if self.family.name == "flux" else 1000.0)).repeat(self.branches)
-            out = self.module(hidden_states=sample, timestep=time, **self.kwargs)[0]
-        elif schedule.parametrisation(self.scheduler) == "sigmas_ve":
-            unit = torch.tensor([math.hypot(level.signal, level.sigma) for level in levels], device=z.device)
-            scaled = sample / unit.repeat(self.branches).view(-1, 1, 1, 1).to(sample)
-            time = (noise * self.scheduler.config.num_train_timesteps).repeat(self.branches)
-            out = self.module(scaled, time, **self.kwargs)[0]
-        else:
-            steps = (noise * self.scheduler.config.num_train_timesteps).round().long().clamp(max=999)
-            out = self.module(sample, steps.repeat(self.branches), **self.kwargs)[0]
-        out = self.family.unpack(out.float(), (int(z.shape[-2]), int(z.shape[-1])))
-        if self.branches == 2:
-            out = guided(out, self.scale, out.dim())
-        pairs = [schedule.split(o, x, level, prediction) for o, x, level in zip(out, z, levels, strict=True)]
-        return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
-
-
 def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[Tensor, "b 64 64"], Int[Tensor, " b"]]:
     drawn = [render(s) for s in scenes]
     images = as_pixels([d.image for d in drawn])
@@ -207,15 +145,17 @@ def renoised_pictures(
     """
     g = torch.Generator().manual_seed(seeds[0])
     z0 = vae_encode(pipe.vae, images, pipe._execution_device)
-    replay = Replay(pipe, call, prompts)
+    base = Denoiser.from_prompts(pipe, prompts, call)
+    steps = len(base.levels) - 1
     lot = (torch.randperm(len(seeds), generator=g) + torch.rand(len(seeds), generator=g)) / len(seeds)
-    step = (lot * replay.steps).long()
-    levels, after = ([replay.levels[k + j] for k in step.tolist()] for j in (0, 1))
+    step = (lot * steps).long()
+    levels, after = ([base.levels[k + j] for k in step.tolist()] for j in (0, 1))
     eps = torch.randn(z0.shape, generator=g).to(z0)
     z = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(levels, z0, eps, strict=True)])
-    x0, noise = replay.estimate(z, levels)
+    with torch.no_grad():
+        x0, noise = base.estimate(z, levels)
     stepped = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(after, x0, noise, strict=True)])
-    progress = (step + 1) / replay.steps
+    progress = (step + 1) / steps
     return stacked(pipe, tiny, [x0, stepped], [1, 2], levels, after, progress, masks, category, seeds, g)
 
 

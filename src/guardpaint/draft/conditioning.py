@@ -1,24 +1,19 @@
-"""The frozen base as a function: latent + noise level → clean estimate, by replaying its own call."""
+"""What a denoiser call is told besides latents and time: recorded calls, their rows, other words in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.draft import schedule
-from guardpaint.draft.codec import resize, vae_decode, vae_encode
-from guardpaint.types import Level
-
-if TYPE_CHECKING:
-    from guardpaint.draft.family import Family
-
 SHARED_ROWS = ("img_ids", "txt_ids")
 """Arguments whose first axis is a sequence, not the batch."""
+
+NOT_CONDITIONING = ("sample", "hidden_states", "timestep", "return_dict")
+"""Arguments that every replay of a call sets anew."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,27 @@ class DenoiserCall:
             return self.args[0]
         return self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.kwargs["sample"]
 
+    @property
+    def rows(self) -> int:
+        """How many prompts the call answers, the empty or negative ones included."""
+        return len(self.kwargs["encoder_hidden_states"])
+
+    def extra_channels(self, latent_channels: int) -> Float[Tensor, "n e h w"] | None:
+        """What an inpainting pipeline appended to the latents: the mask and the masked latents."""
+        if not self.args and not {"sample", "hidden_states"} & self.kwargs.keys():
+            return None
+        sample = self.sample
+        return sample[:, latent_channels:] if sample.dim() == 4 and sample.shape[1] > latent_channels else None
+
+    def take(self, index: Tensor) -> DenoiserCall:
+        """The same call for some of its rows, each as often as it is named."""
+        args = tuple(take_rows(a, self.rows, index) for a in self.args)
+        return DenoiserCall(self.module, args, take_rows(self.kwargs, self.rows, index))
+
+    def conditioning(self) -> dict[str, Any]:
+        """Its arguments without latents and time."""
+        return {k: v for k, v in self.kwargs.items() if k not in NOT_CONDITIONING}
+
 
 def take_rows(value: Any, rows: int, index: Tensor, name: str = "") -> Any:
     """Select batch rows in every tensor of a nested argument."""
@@ -49,96 +65,15 @@ def take_rows(value: Any, rows: int, index: Tensor, name: str = "") -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Conditioning:
-    """Denoiser arguments for one prompt: rows [negative, positive]."""
-
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The base pipeline's denoiser and VAE, bound to one image of the running batch."""
-
-    pipe: Any
-    vae: Any
-    family: Family
-    scheduler: Any
-    calls: Sequence[DenoiserCall]
-    image: int
-    batch: int
-    guidance: float
-    true_cfg: float = 1.0
-    conditioning: Conditioning | None = None
-    null_embedding: Tensor | None = None
-
-    @property
-    def prediction(self) -> str:
-        return schedule.prediction_type(self.scheduler)
-
-    @property
-    def device(self) -> torch.device:
-        return self.pipe._execution_device
-
-    @property
-    def has_cfg(self) -> bool:
-        """The running generation has an unconditional branch in its batch."""
-        return self.calls[0].sample.shape[0] == 2 * self.batch
-
-    def level(self, noise: float) -> Level:
-        return schedule.level_at(self.scheduler, noise)
-
-    def decode(self, z: Float[Tensor, "c h w"]) -> Float[Tensor, "3 H W"]:
-        return vae_decode(self.vae, z[None], self.device)[0]
-
-    def encode(self, image: Float[Tensor, "3 H W"], latent_size: tuple[int, int]) -> Float[Tensor, "c h w"]:
-        """Resize to the base's pixel size and encode with the base VAE."""
-        factor = self.pipe.vae_scale_factor
-        pixels = resize(image[None], (latent_size[0] * factor, latent_size[1] * factor))
-        return vae_encode(self.vae, pixels, self.device)[0]
-
-    def told(self, prompt: str, negative: str) -> BaseModel:
-        """The same base, told something else than the user's prompt."""
-        kwargs = self.family.encode_prompt(self, prompt, negative)
-        return replace(self, conditioning=Conditioning(kwargs))
-
-    def estimate(
-        self, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor | None = None
-    ) -> tuple[Float[Tensor, "n c h w"], Float[Tensor, "n c h w"]]:
-        """Clean estimate and noise of n latents at one level, under the base's own guidance or another."""
-        scale = (level.signal**2 + level.sigma**2) ** 0.5 if self.prediction != "flow" else 1.0
-        output = self.family.predict(self, z / scale, level, self.guidance if guidance is None else guidance)
-        normal = Level(level.signal / scale, level.sigma / scale, level.noise)
-        return schedule.split(output.float(), z / scale, normal, self.prediction)
-
-    def rows(self, call: DenoiserCall, n: int, branches: tuple[int, ...]) -> dict[str, Any]:
-        """Keyword arguments of a recorded call, cut to this image: n rows per branch (0 negative, 1 positive).
-
-        A call recorded without guidance has one branch, which then stands for both.
-        """
-        total = call.sample.shape[0]
-        last = total // self.batch - 1
-        index = torch.tensor([min(b, last) * self.batch + self.image for b in branches for _ in range(n)])
-        kwargs = {k: take_rows(v, total, index, k) for k, v in call.kwargs.items()}
-        if self.conditioning is not None:
-            told = torch.tensor([b for b in branches for _ in range(n)])
-            for name, value in self.conditioning.kwargs.items():
-                chosen = take_rows(value, 2, told, name)
-                kwargs[name] = {**kwargs[name], **chosen} if isinstance(chosen, dict) else chosen
-        elif self.null_embedding is not None:
-            states = kwargs["encoder_hidden_states"]
-            null = self.null_embedding.to(states).expand(n, *states.shape[1:])
-            kwargs["encoder_hidden_states"] = torch.cat([null, states[n:]])
-        return kwargs
-
-    def branches(self, call: DenoiserCall) -> tuple[int, ...]:
-        """Both where there is guidance (or other words are told), else the only one."""
-        return (0, 1) if self.conditioning is not None or call.sample.shape[0] == 2 * self.batch else (0,)
+def with_text(arguments: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Denoiser arguments with another text in place of their own; nested arguments keep what the text leaves out."""
+    nested = {k: {**(arguments.get(k) or {}), **v} for k, v in text.items() if isinstance(v, Mapping)}
+    return {**arguments, **text, **nested}
 
 
-def guided(outputs: Float[Tensor, "m ..."], guidance: float | Tensor, ndim: int) -> Float[Tensor, "n ..."]:
+def guided(outputs: Float[Tensor, "m ..."], guidance: float | Tensor) -> Float[Tensor, "n ..."]:
     """Classifier-free guidance over rows [negative, positive]; guidance may differ per row."""
     negative, positive = outputs.chunk(2)
     if isinstance(guidance, Tensor):
-        guidance = guidance.to(outputs).view(-1, *[1] * (ndim - 1))
+        guidance = guidance.to(outputs).view(-1, *[1] * (outputs.dim() - 1))
     return negative + guidance * (positive - negative)

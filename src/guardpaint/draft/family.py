@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.draft.conditioning import guided, take_rows
-from guardpaint.types import Level
+from guardpaint.draft import conditioning
+from guardpaint.draft.conditioning import DenoiserCall, guided
 
 if TYPE_CHECKING:
-    from guardpaint.draft.conditioning import BaseModel, DenoiserCall
+    from guardpaint.draft.denoiser import Denoiser
 
 Geometry = tuple[int, int]
 """Latent height and width."""
@@ -41,15 +42,50 @@ class Family(ABC):
     def guidance(self, pipe: Any) -> float:
         return float(pipe.guidance_scale)
 
-    @abstractmethod
-    def encode_prompt(self, base: BaseModel, prompt: str, negative: str) -> dict[str, Any]:
-        """Denoiser arguments for one prompt, rows [negative, positive]."""
+    def calls_per_step(self, settings: Mapping[str, Any]) -> int:
+        """How often a pipeline called with these settings asks its denoiser in one step."""
+        return 1
 
     @abstractmethod
-    def predict(
-        self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
+    def encode_prompt(self, pipe: Any, prompt: str, negative: str, length: int | None = None) -> dict[str, Any]:
+        """The text arguments of the denoiser for one prompt, rows [negative, positive].
+
+        Where a T5 encodes the text, `length` is its number of tokens; None is the pipeline's own default.
+        """
+
+    def with_text(self, arguments: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a recorded call, rows [negative, positive], with another text."""
+        return conditioning.with_text(arguments, text)
+
+    def calls(self, both: DenoiserCall, true_cfg: float | Tensor) -> tuple[DenoiserCall, ...]:
+        """The calls of one step, from one that holds rows [negative, positive]."""
+        return (both,)
+
+    def time(self, noise: Float[Tensor, " n"], steps: int = 1000) -> Float[Tensor, " n"]:
+        """The network's time input for noise in [0, 1]: its training timestep, whole or between two."""
+        return (noise * steps).float()
+
+    @abstractmethod
+    def output(
+        self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
-        """Model output for n latents, guidance applied."""
+        """What the network itself says of spatial latents, a row of arguments for each."""
+
+    def predict(
+        self, base: Denoiser, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], guidance: float | Tensor | None
+    ) -> Float[Tensor, "n c h w"]:
+        """Guided output in fp32: one network call whose rows are [negative, positive]; None is the base's guidance."""
+        branches = (0, 1) if base.has_cfg else (0,)
+        call = base.rows(base.calls[0], len(z), branches)
+        many = len(branches)
+        output = self.output(call.module, torch.cat([z] * many), time.repeat(many), call.conditioning()).float()
+        return guided(output, base.guidance if guidance is None else guidance) if many == 2 else output
+
+
+def fitting(value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Latents on the device and in the precision of the text they are denoised under."""
+    states = arguments["encoder_hidden_states"]
+    return value.to(states.device, states.dtype)
 
 
 class UNetFamily(Family):
@@ -57,23 +93,21 @@ class UNetFamily(Family):
 
     denoiser = "unet"
 
-    def predict(
-        self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
+    def output(
+        self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
-        call = base.calls[0]
-        branches = base.branches(call)
-        sample = torch.cat([z] * len(branches)).to(call.sample.device, call.sample.dtype)
-        extra = call.sample.shape[1] - z.shape[1]
-        if extra > 0:
-            rest = take_rows(call.sample, call.sample.shape[0], torch.tensor([base.image] * len(sample)))
-            sample = torch.cat([sample, rest[:, -extra:]], dim=1)
-        t = round(level.noise * base.scheduler.config.num_train_timesteps)
-        kwargs = {**base.rows(call, len(z), branches), "return_dict": False}
-        output = call.module(sample, t, **kwargs)[0]
-        return guided(output, guidance, output.dim()) if len(branches) == 2 else output
+        z = fitting(z, arguments)
+        return module(z, time.to(z.device), **{**arguments, "return_dict": False})[0]
 
 
 class TransformerFamily(Family):
     """SD 3 and FLUX: a transformer called with keyword arguments only."""
 
     denoiser = "transformer"
+
+    def output(
+        self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
+    ) -> Float[Tensor, "n c h w"]:
+        packed = self.pack(fitting(z, arguments))
+        inputs = {**arguments, "hidden_states": packed, "timestep": time.to(packed.device), "return_dict": False}
+        return self.unpack(module(**inputs)[0], (int(z.shape[-2]), int(z.shape[-1])))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.draft.conditioning import guided
+from guardpaint.draft.conditioning import DenoiserCall, guided
 from guardpaint.draft.family import Geometry, TransformerFamily
-from guardpaint.types import Level
 
 if TYPE_CHECKING:
-    from guardpaint.draft.conditioning import BaseModel, DenoiserCall
+    from guardpaint.draft.denoiser import Denoiser
 
 
 class Flux(TransformerFamily):
@@ -37,48 +37,64 @@ class Flux(TransformerFamily):
         patches = latents.view(b, c, h // 2, 2, w // 2, 2)
         return patches.permute(0, 2, 4, 1, 3, 5).reshape(b, (h // 2) * (w // 2), 4 * c)
 
-    def encode_prompt(self, base: BaseModel, prompt: str, negative: str) -> dict[str, Any]:
-        positive, pooled, ids = base.pipe.encode_prompt(prompt, None, device=base.device)
-        unconditional, pooled_negative, _ = base.pipe.encode_prompt(negative, None, device=base.device)
+    def calls_per_step(self, settings: Mapping[str, Any]) -> int:
+        """Two under true guidance, which the pipeline runs only if it is given a negative prompt."""
+        negative = any(settings.get(k) is not None for k in ("negative_prompt", "negative_prompt_embeds"))
+        return 2 if negative and settings.get("true_cfg_scale", 1.0) > 1 else 1
+
+    def encode_prompt(self, pipe: Any, prompt: str, negative: str, length: int | None = None) -> dict[str, Any]:
+        tokens = {} if length is None else {"max_sequence_length": length}
+        device = pipe._execution_device
+        positive, pooled, ids = pipe.encode_prompt(prompt, None, device=device, **tokens)
+        unconditional, pooled_negative, _ = pipe.encode_prompt(negative, None, device=device, **tokens)
         return {
             "encoder_hidden_states": torch.cat([unconditional, positive]),
             "pooled_projections": torch.cat([pooled_negative, pooled]),
             "txt_ids": ids,
         }
 
-    def predict(
-        self, base: BaseModel, z: Float[Tensor, "n c h w"], level: Level, guidance: float | Tensor
-    ) -> Float[Tensor, "n c h w"]:
-        if base.conditioning is None:
-            outputs = [self._call(base, call, z, level, guidance, 0) for call in base.calls[:2]]
-            if len(outputs) == 1:
-                return outputs[0]
-            return outputs[1] + base.true_cfg * (outputs[0] - outputs[1])
-        call = base.calls[0]
-        positive = self._call(base, call, z, level, guidance, 1)
-        if call.kwargs.get("guidance") is not None:
-            return positive
-        negative = self._call(base, call, z, level, guidance, 0)
-        return guided(torch.cat([negative, positive]), guidance, positive.dim())
+    def calls(self, both: DenoiserCall, true_cfg: float | Tensor) -> tuple[DenoiserCall, ...]:
+        """[positive, negative]; the negative one is left out where distilled guidance makes it idle."""
+        half = both.rows // 2
+        positive, negative = both.take(torch.arange(half, 2 * half)), both.take(torch.arange(half))
+        idle = both.kwargs.get("guidance") is not None and not isinstance(true_cfg, Tensor) and true_cfg == 1.0
+        return (positive,) if idle else (positive, negative)
 
-    def _call(
-        self,
-        base: BaseModel,
-        call: DenoiserCall,
-        z: Float[Tensor, "n c h w"],
-        level: Level,
-        guidance: float | Tensor,
-        branch: int,
+    def time(self, noise: Float[Tensor, " n"], steps: int = 1000) -> Float[Tensor, " n"]:
+        """The transformer multiplies by 1000 itself."""
+        return noise.float()
+
+    def output(
+        self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
-        packed = self.pack(z).to(call.sample.device, call.sample.dtype)
-        t = torch.full((len(z),), level.sigma, device=packed.device, dtype=packed.dtype)
-        kwargs = {
-            **base.rows(call, len(z), (branch,)),
-            "hidden_states": packed,
-            "timestep": t,
-            "return_dict": False,
-        }
-        if kwargs.get("guidance") is not None:
-            scale = torch.as_tensor(guidance, dtype=torch.float32, device=packed.device)
-            kwargs["guidance"] = scale.expand(len(z)) if scale.dim() == 0 else scale
-        return self.unpack(call.module(**kwargs)[0], (int(z.shape[-2]), int(z.shape[-1])))
+        """Position ids that the arguments lack are those of the latents' size and of the text's length."""
+        from diffusers import FluxPipeline
+
+        inputs, states = dict(arguments), arguments["encoder_hidden_states"]
+        if "img_ids" not in inputs:
+            h, w = int(z.shape[-2]) // 2, int(z.shape[-1]) // 2
+            inputs["img_ids"] = FluxPipeline._prepare_latent_image_ids(len(z), h, w, states.device, states.dtype)
+        if "txt_ids" not in inputs:
+            inputs["txt_ids"] = torch.zeros(states.shape[1], 3).to(states)
+        return super().output(module, z, time, inputs)
+
+    def predict(
+        self, base: Denoiser, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], guidance: float | Tensor | None
+    ) -> Float[Tensor, "n c h w"]:
+        """Guided output in fp32, one network call per branch.
+
+        Guidance is the network's own input where that is distilled into it, and then `true_cfg` comes on top;
+        otherwise it is that of the two branches.
+        """
+        distilled = base.calls[0].kwargs.get("guidance") is not None
+        outputs = []
+        for call in base.calls[:2]:
+            arguments = base.rows(call, len(z), (0,)).conditioning()
+            if distilled:
+                scale = torch.as_tensor(base.guidance if guidance is None else guidance, dtype=torch.float32)
+                arguments["guidance"] = scale.to(arguments["guidance"].device).expand(len(z))
+            outputs.append(self.output(call.module, z, time, arguments).float())
+        if len(outputs) == 1:
+            return outputs[0]
+        positive, negative = outputs
+        return guided(torch.cat([negative, positive]), base.true_cfg if distilled or guidance is None else guidance)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from guardpaint.draft.family import UNetFamily
-
-if TYPE_CHECKING:
-    from guardpaint.draft.conditioning import BaseModel
 
 
 class SD(UNetFamily):
@@ -21,6 +18,6 @@ class SD(UNetFamily):
         "StableDiffusionControlNetPipeline",
     )
 
-    def encode_prompt(self, base: BaseModel, prompt: str, negative: str) -> dict[str, Any]:
-        positive, unconditional = base.pipe.encode_prompt(prompt, base.device, 1, True, negative)
+    def encode_prompt(self, pipe: Any, prompt: str, negative: str, length: int | None = None) -> dict[str, Any]:
+        positive, unconditional = pipe.encode_prompt(prompt, pipe._execution_device, 1, True, negative)
         return {"encoder_hidden_states": torch.cat([unconditional, positive])}

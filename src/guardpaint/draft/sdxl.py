@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from guardpaint.draft.family import UNetFamily
-
-if TYPE_CHECKING:
-    from guardpaint.draft.conditioning import BaseModel
 
 
 class SDXL(UNetFamily):
@@ -21,15 +19,18 @@ class SDXL(UNetFamily):
         "StableDiffusionXLControlNetPipeline",
     )
 
-    def encode_prompt(self, base: BaseModel, prompt: str, negative: str) -> dict[str, Any]:
-        positive, unconditional, pooled, pooled_negative = base.pipe.encode_prompt(
-            prompt, device=base.device, negative_prompt=negative, do_classifier_free_guidance=True
+    def encode_prompt(self, pipe: Any, prompt: str, negative: str, length: int | None = None) -> dict[str, Any]:
+        positive, unconditional, pooled, pooled_negative = pipe.encode_prompt(
+            prompt, device=pipe._execution_device, negative_prompt=negative, do_classifier_free_guidance=True
         )
-        recorded = base.calls[0].kwargs["added_cond_kwargs"]["time_ids"][base.image - base.batch]
         return {
             "encoder_hidden_states": torch.cat([unconditional, positive]),
-            "added_cond_kwargs": {
-                "text_embeds": torch.cat([pooled_negative, pooled]),
-                "time_ids": torch.stack([recorded, recorded]),
-            },
+            "added_cond_kwargs": {"text_embeds": torch.cat([pooled_negative, pooled])},
         }
+
+    def with_text(self, arguments: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+        """Both branches are told the picture size that the positive one was told."""
+        merged = super().with_text(arguments, text)
+        positive = merged["added_cond_kwargs"]["time_ids"][-1]
+        merged["added_cond_kwargs"]["time_ids"] = torch.stack([positive, positive])
+        return merged

@@ -20,15 +20,23 @@ from guardpaint.errors import BadInput
 
 @runtime_checkable
 class Listener(Protocol):
-    """Who is told; `Request` is the one."""
+    """Who hears what passes through the tap. A subclass needs to define only what it wants to hear or change."""
 
-    def before_call(self, call: DenoiserCall) -> DenoiserCall: ...
+    def before_call(self, call: DenoiserCall) -> DenoiserCall:
+        """A denoiser call is about to be made; returns the call to make."""
+        return call
 
-    def before_step(self, output: Tensor, timestep: Any, sample: Tensor) -> Tensor: ...
+    def before_step(self, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        """A scheduler step is about to be taken; returns the model output to take it with."""
+        return output
 
-    def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor: ...
+    def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor:
+        """A scheduler step was taken; returns the latents to go on from."""
+        return stepped
 
-    def decoded(self, images: Tensor) -> None: ...
+    def decoded(self, images: Tensor) -> None:
+        """The pipeline's VAE has decoded these images."""
+        return None
 
 
 def doorway(module: Any, methods: dict[str, Callable[..., Any]]) -> Any:
@@ -50,9 +58,9 @@ def tapped(pipe: Any, family: Family, listener: Listener) -> Iterator[None]:
     own_cache_hooks(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        told = DenoiserCall(module, args, kwargs)
-        told = ears[0].before_call(told) if ears else told
-        return module(*told.args, **told.kwargs)
+        outgoing = DenoiserCall(module, args, kwargs)
+        outgoing = ears[0].before_call(outgoing) if ears else outgoing
+        return module(*outgoing.args, **outgoing.kwargs)
 
     def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = vae.decode(*args, **kwargs)

@@ -16,7 +16,8 @@ from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
 from guardpaint.draft import schedule
 from guardpaint.draft.codec import ViewDecoder
-from guardpaint.draft.conditioning import BaseModel, DenoiserCall
+from guardpaint.draft.conditioning import DenoiserCall
+from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentViews
 from guardpaint.errors import BadInput, NotFinite
@@ -288,17 +289,16 @@ class GuardedCall:
             for i, (z, x, e) in enumerate(zip(*spatial, strict=True))
         ]
 
-    def base(self, image: int) -> BaseModel:
+    def base(self, image: int) -> Denoiser:
         """The base's denoiser and VAE, bound to one image of the batch."""
         setup = self.setup
-        return BaseModel(
+        return Denoiser(
             pipe=setup.pipe,
             vae=setup.vae,
             family=setup.family,
-            scheduler=setup.pipe.scheduler,
             calls=tuple(self.state.calls),
-            image=image,
             batch=len(self.state.images),
+            image=image,
             guidance=setup.family.guidance(setup.pipe),
             true_cfg=setup.true_cfg,
         )

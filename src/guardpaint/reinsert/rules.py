@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.draft.conditioning import BaseModel
+from guardpaint.draft.denoiser import Denoiser
 from guardpaint.types import Edit, Level
 
 INVERSION_STEPS = 10
@@ -34,7 +34,7 @@ def direct_blend(z: Float[Tensor, "c h w"], edit: Edit, level: Level, alpha: flo
 
 
 def ddim_inversion(
-    z: Float[Tensor, "c h w"], edit: Edit, level: Level, alpha: float, base: BaseModel
+    z: Float[Tensor, "c h w"], edit: Edit, level: Level, alpha: float, base: Denoiser
 ) -> Float[Tensor, "c h w"]:
     """Invert ẑ0 up to the current noise in 10 deterministic steps under the base's prompt, then blend."""
     current = edit.z0[None]
@@ -48,17 +48,15 @@ def ddim_inversion(
     return inside(z, current[0] * scale, alpha * edit.mask)
 
 
-def null_text(z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: BaseModel) -> Float[Tensor, "1 l d"]:
+def null_text(z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: Denoiser) -> Float[Tensor, "1 l d"]:
     """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m."""
-    from dataclasses import replace
-
-    states = base.rows(base.calls[0], 1, (0, 1))["encoder_hidden_states"][:1]
+    states = base.null_states
     weight = edit.mask / edit.mask.sum().clamp_min(1e-12)
     with torch.enable_grad():
         embedding = states.detach().float().clone().requires_grad_(True)
         optimiser = torch.optim.AdamW([embedding], lr=NULL_TEXT_LR)
         for _ in range(NULL_TEXT_STEPS):
-            x0, _ = replace(base, null_embedding=embedding).estimate(z[None].detach(), level)
+            x0, _ = base.with_null_embedding(embedding).estimate(z[None].detach(), level)
             loss = ((x0[0] - edit.z0) ** 2 * weight).sum()
             (embedding.grad,) = torch.autograd.grad(loss, embedding)
             optimiser.step()

@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
-from guardpaint.draft.loading import LORA, fuse, without_bars
 from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
-from guardpaint.draft.conditioning import guided
-from guardpaint.draft.schedule import level_at, prediction_type, split
+from guardpaint.draft.denoiser import Denoiser
+from guardpaint.draft.families import family_of
+from guardpaint.draft.loading import LORA, fuse, without_bars
+from guardpaint.draft.schedule import level_at
 from guardpaint.errors import BadCheckpoint
 from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
 from guardpaint.types import Level, RepairRequest
@@ -34,7 +35,6 @@ class Inpainter:
         self.pipe, self.tiny = pipe, tiny
         self.factor: int = pipe.vae_scale_factor
         self.native = int(pipe.unet.config.sample_size) * self.factor
-        self.prediction = prediction_type(pipe.scheduler)
         self.ladder = [level_at(pipe.scheduler, d / DEPTHS) for d in range(DEPTHS + 1)]
 
     @classmethod
@@ -93,20 +93,20 @@ class Inpainter:
         device = self.device
         view = resize(request.view[None], size)[0].to(device)
         masks = resize(request.masks[:, None], size)[:, 0].to(device)
-        embeds = torch.cat(self._text(request.prompt))
+        denoiser = self._denoiser(request.prompt)
         z_view = vae_encode(self.pipe.vae, view[None], device)[0]
         decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, device)
         images, latents = [], []
         for part in in_batches(len(masks), request.batch):
-            shown, z = self._denoise(view, z_view, masks[part], request, part, embeds, descent)
+            shown, z = self._denoise(view, z_view, masks[part], request, part, denoiser, descent)
             images.append(decoder.full(shown))
             latents.append(z)
         return torch.cat(images).cpu(), torch.cat(latents)
 
-    def _text(self, prompt: str) -> tuple[Tensor, Tensor]:
-        """(unconditional, prompt) embeddings, once per tournament."""
-        positive, negative = self.pipe.encode_prompt(prompt, self.device, 1, True, "")
-        return negative, positive
+    def _denoiser(self, prompt: str) -> Denoiser:
+        """The model told this prompt, encoded once per tournament."""
+        family = family_of(self.pipe)
+        return Denoiser.from_states(self.pipe, family.encode_prompt(self.pipe, prompt, ""))
 
     def _denoise(
         self,
@@ -115,7 +115,7 @@ class Inpainter:
         masks: Float[Tensor, "n h w"],
         request: RepairRequest,
         part: slice,
-        embeds: Float[Tensor, "2 l d"],
+        denoiser: Denoiser,
         descent: Descent,
     ) -> tuple[Float[Tensor, "n c u v"], Float[Tensor, "n c u v"]]:
         hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
@@ -125,17 +125,9 @@ class Inpainter:
         small = torch.stack([latent_mask(m, grid) for m in hard.float()])[which]
         channel = torch.nn.functional.interpolate(hard[:, None].to(z_view.dtype), grid)[which]  # as in training
         guidance = torch.tensor([k.cfg for k in request.knobs[part]], device=view.device)
-        unet = self.pipe.unet
+        extra = torch.cat([channel, z_masked], dim=1)
 
         def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:
-            sample = torch.cat([z, channel[active], z_masked[active]], dim=1)
-            n = len(active)
-            output = unet(
-                torch.cat([sample, sample]).to(unet.dtype),
-                round(level.noise * self.pipe.scheduler.config.num_train_timesteps),
-                encoder_hidden_states=embeds.repeat_interleave(n, dim=0),
-                return_dict=False,
-            )[0].float()
-            return split(guided(output, guidance[active], 4), z, level, self.prediction)
+            return denoiser.estimate(z, level, guidance[active], extra[active])
 
         return descent(*begin(z_view, small, request, part, self.ladder), self.ladder, estimate)

@@ -32,7 +32,7 @@ class NativeRepairer:
         base = request.base
         if base is None or not base.calls:
             raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
-        told = base.told(request.safe_prompt, request.avoid)
+        denoiser = base.with_prompt(request.safe_prompt, request.avoid)
         z_view = base.encode(request.view, request.latent_size)
         masks = torch.stack([latent_mask(m, request.latent_size) for m in request.masks]).to(z_view.device)
         ladder = [base.level(d / DEPTHS) for d in range(DEPTHS + 1)]
@@ -48,7 +48,7 @@ class NativeRepairer:
                 inside: Tensor = inside,
                 guidance: Tensor = guidance,
             ) -> tuple[Tensor, Tensor]:
-                x0, eps = told.estimate(z, level, guidance[active])
+                x0, eps = denoiser.estimate(z, level, guidance[active])
                 return torch.lerp(z_view.expand_as(x0), x0, inside[active]), eps
 
             shown, z = descent(*begin(z_view, masks[part], request, part, ladder), ladder, estimate)

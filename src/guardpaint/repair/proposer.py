@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import load_state, read_shape, save_module
 from guardpaint.errors import BadConfig
 from guardpaint.repair.knobs import CONTINUOUS, SEED_BUCKETS, denormalise
+from guardpaint.store.checkpoint import load_state, read_shape, save_module
 from guardpaint.store.seeds import generator
 from guardpaint.types import Knobs, ProposerState
 

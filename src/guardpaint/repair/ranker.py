@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import load_state, read_shape, save_module
 from guardpaint.repair.knobs import normalise
+from guardpaint.store.checkpoint import load_state, read_shape, save_module
 from guardpaint.types import Audit, Knobs
 
 FEATURES = 16

@@ -17,7 +17,6 @@ from torch import Tensor
 from paperdolls.bases import NAMES, load_base, settings
 from guardpaint.data.views import (
     KINDS,
-    Replay,
     Views,
     as_bytes,
     clean,
@@ -30,6 +29,7 @@ from guardpaint.data.views import (
 )
 from guardpaint.draft import schedule
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
+from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadInput
 from guardpaint.types import SAFE
@@ -60,27 +60,29 @@ def noise_share(level: Any) -> float:
     return float(level.sigma / (level.sigma + level.signal))
 
 
+@torch.no_grad()
 def redrawn(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Views:
     """Renders as the base would draw them: half noised, then its own last steps; also the view before the last one."""
     scenes = [sample_scene(s) for s in seeds]
     images, masks, category = scene_truth(scenes)
     g = torch.Generator().manual_seed(seeds[0])
     z = vae_encode(pipe.vae, images, torch.device("cpu"))
-    replay = Replay(pipe, call, [caption(s, 0).text for s in scenes])
+    base = Denoiser.from_prompts(pipe, [caption(s, 0).text for s in scenes], call)
+    steps = len(base.levels) - 1
     low, high = HALF_NOISE
     middle = (low + high) / 2
-    able = [k for k in range(replay.steps) if low <= noise_share(replay.levels[k]) <= high]
-    able = able or [min(range(replay.steps), key=lambda k: abs(noise_share(replay.levels[k]) - middle))]
+    able = [k for k in range(steps) if low <= noise_share(base.levels[k]) <= high]
+    able = able or [min(range(steps), key=lambda k: abs(noise_share(base.levels[k]) - middle))]
     first = able[int(torch.randint(len(able), (), generator=g))]
-    start = replay.levels[first]
+    start = base.levels[first]
     z = start.signal * z + start.sigma * torch.randn(z.shape, generator=g)
     late: list[Views] = []
-    for k in range(first, replay.steps):
-        before, after = replay.levels[k], replay.levels[k + 1]
-        x0, noise = replay.estimate(z, [before] * len(z))
+    for k in range(first, steps):
+        before, after = base.levels[k], base.levels[k + 1]
+        x0, noise = base.estimate(z, [before] * len(z))
         z = after.signal * x0 + after.sigma * noise
-        if k == replay.steps - 2:
-            progress = torch.full((len(z),), (k + 1) / replay.steps)
+        if k == steps - 2:
+            progress = torch.full((len(z),), (k + 1) / steps)
             kind = KINDS.index("redrawn_x0")
             left, right = [before] * len(z), [after] * len(z)
             late.append(stacked(pipe, tiny, [x0], [kind], left, right, progress, masks, category, seeds, g))

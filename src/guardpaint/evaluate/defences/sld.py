@@ -16,12 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.draft.conditioning import take_rows, with_text
 from guardpaint.draft.families import family_of
 from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.negative_prompt import FORBIDDEN
 
 SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7 / 50, 0.5, 0.7
 """The published "strong" setting; its warm-up of 7 steps as a share of the usual 50."""
+NOTHING, WORDS = 0, 1
+"""Rows of the encoded texts: the empty prompt and what is forbidden."""
 
 
 @dataclass(frozen=True)
@@ -83,25 +86,25 @@ def safety_term(
 @contextmanager
 def pushed_away(base: Base, words: str) -> Iterator[None]:
     """The base's denoiser with the rule applied to its conditional rows, inside a with block."""
-    module = getattr(base.pipe, family_of(base.pipe).denoiser)
+    family = family_of(base.pipe)
+    module = getattr(base.pipe, family.denoiser)
     own = module.forward
     two_branches = base.two_branches
     strength = 1.0 if two_branches else max(1.0, base.guidance)
-    told, nothing = (encoded(base, text) for text in (words, ""))
+    with torch.no_grad():
+        texts = family.encode_prompt(base.pipe, words, "", base.call.get("max_sequence_length"))
     state: dict[str, Any] = {"momentum": None, "step": 0}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = own(*args, **kwargs)
         plain = out[0] if isinstance(out, tuple) else out.sample
 
-        def asked(text: dict[str, Any]) -> Tensor:
-            again = {k: v for k, v in kwargs.items() if k != "return_dict"}
-            for name, value in text.items():
-                again[name] = repeated(again.get(name), value, len(plain))
-            return own(*args, **again, return_dict=False)[0]
+        def prediction(branch: int) -> Tensor:
+            text = take_rows(texts, 2, torch.full((len(plain),), branch))
+            return own(*args, **{**with_text(kwargs, text), "return_dict": False})[0]
 
-        empty, wanted = plain.chunk(2) if two_branches else (asked(nothing), plain)
-        forbidden = asked(told).chunk(2)[1] if two_branches else asked(told)
+        empty, wanted = plain.chunk(2) if two_branches else (prediction(NOTHING), plain)
+        forbidden = prediction(WORDS).chunk(2)[1] if two_branches else prediction(WORDS)
         gamma = safety_term(wanted, empty, forbidden)
         if state["momentum"] is None:
             state["momentum"] = torch.zeros_like(gamma)
@@ -118,26 +121,3 @@ def pushed_away(base: Base, words: str) -> Iterator[None]:
         yield
     finally:
         module.forward = own
-
-
-def repeated(old: Any, value: Any, rows: int) -> Any:
-    if isinstance(value, dict):
-        return {**(old or {}), **{k: repeated(None, v, rows) for k, v in value.items()}}
-    return value.expand(rows, *value.shape[1:])
-
-
-@torch.no_grad()
-def encoded(base: Base, words: str) -> dict[str, Any]:
-    """Denoiser arguments that say these words, as long as the base's own texts."""
-    pipe = base.pipe
-    length = {k: v for k, v in base.call.items() if k == "max_sequence_length"}
-    if base.family == "sd":
-        return {"encoder_hidden_states": pipe.encode_prompt(words, pipe._execution_device, 1, False)[0]}
-    if base.family == "sdxl":
-        states, _, pooled, _ = pipe.encode_prompt(words, do_classifier_free_guidance=False)
-        return {"encoder_hidden_states": states, "added_cond_kwargs": {"text_embeds": pooled}}
-    if base.family == "flux":
-        states, pooled, _ = pipe.encode_prompt(words, None, **length)
-        return {"encoder_hidden_states": states, "pooled_projections": pooled}
-    states, _, pooled, _ = pipe.encode_prompt(words, None, None, do_classifier_free_guidance=False, **length)
-    return {"encoder_hidden_states": states, "pooled_projections": pooled}

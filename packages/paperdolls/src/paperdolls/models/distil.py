@@ -16,16 +16,16 @@ from jaxtyping import Float
 from rich.progress import track
 from torch import Tensor, nn
 
+from guardpaint.draft.denoiser import Denoiser
+from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import fingerprint as weights_of
 from guardpaint.store.checkpoint import read_json
-from guardpaint.draft.conditioning import guided
-from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.images import save_image
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card, write_tensors
+from paperdolls.captions import caption
 from paperdolls.models.generator import load_pipeline, sample_sheet
 from paperdolls.models.teachers import Text, sd3_velocity
 from paperdolls.models.vae import TRAIN_SEEDS
-from paperdolls.captions import caption
 from paperdolls.scene import sample_scene
 
 FIRST = TRAIN_SEEDS + 2_000_000
@@ -74,13 +74,14 @@ def trajectories(
 ) -> Float[Tensor, "n b c h w"]:
     """The guided teacher's latents at the student's levels, by small Euler steps in between."""
     z = torch.randn((len(prompts), *shape), generator=torch.Generator().manual_seed(seed))
-    text = texts(pipe, [""] * len(prompts) + prompts, length)
+    states, pooled = texts(pipe, [""] * len(prompts) + prompts, length)
+    both = {"encoder_hidden_states": states, "pooled_projections": pooled}
+    teacher = Denoiser.from_states(pipe, both, len(prompts), config.guidance)
     kept = [z]
     for a, b in pairwise(nodes):
         levels = torch.linspace(float(a), float(b), config.substeps + 1)
         for here, there in pairwise(levels):
-            v = sd3_velocity(pipe.transformer, torch.cat([z, z]), here.repeat(2 * len(z)), text)
-            z = z + (there - here) * guided(v, config.guidance, v.dim())
+            z = z + (there - here) * teacher.output(z, teacher.level(float(here)))
         kept.append(z)
     return torch.stack(kept)
 

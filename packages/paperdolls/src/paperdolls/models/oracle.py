@@ -17,16 +17,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import load_strict
 from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.draft.denoiser import Denoiser
 from guardpaint.errors import BadConfig, BadInput
-from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
+from guardpaint.store.checkpoint import load_strict
 from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from paperdolls.captions import caption
+from paperdolls.masks import differs
 from paperdolls.models.generator import load_pipeline
 from paperdolls.models.latents import encoded, pixels_of, tokenise
 from paperdolls.models.vae import load_autoencoder
-from paperdolls.captions import caption
-from paperdolls.masks import differs
+from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from paperdolls.render import render
 from paperdolls.scene import PROPS, Scene, safe_version, sample_scene
 
@@ -162,8 +163,8 @@ class Softener:
         alpha = pipe.scheduler.alphas_cumprod[t].view(-1, 1, 1, 1)
         noisy = alpha.sqrt() * z + (1 - alpha).sqrt() * torch.randn(z.shape, generator=g)
         states = pipe.text_encoder(tokenise(pipe.tokenizer, list(prompts)))[0]
-        eps = pipe.unet(noisy, t, encoder_hidden_states=states).sample
-        clean = (noisy - (1 - alpha).sqrt() * eps) / alpha.sqrt()
+        base = Denoiser.from_states(pipe, {"encoder_hidden_states": states}, batch=len(z))
+        clean, _ = base.estimate(noisy, [base.level(k / pipe.scheduler.config.num_train_timesteps) for k in t.tolist()])
         return pipe.vae.decode(clean / pipe.vae.config.scaling_factor).sample.clamp(-1, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,13 +10,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from guardpaint.draft import flux
-from guardpaint.draft.conditioning import guided
+from guardpaint.draft import flux, sd3
+from guardpaint.draft.denoiser import Denoiser
+from guardpaint.types import Level
 from paperdolls.models.latents import tokenise
 from paperdolls.models.recipe import Batch
 
 Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]
 """Prompt states and pooled text."""
+SD3, FLUX = sd3.SD3(), flux.Flux()
 
 
 def sd3_texts(encoders: tuple[Any, Any, Any], ids: Int[Tensor, "b l"], other_ids: Int[Tensor, "b m"]) -> Text:
@@ -29,7 +32,8 @@ def sd3_texts(encoders: tuple[Any, Any, Any], ids: Int[Tensor, "b l"], other_ids
 def sd3_velocity(
     net: Any, z: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], text: Text
 ) -> Float[Tensor, "b c h w"]:
-    return net(z, encoder_hidden_states=text[0], pooled_projections=text[1], timestep=sigma * 1000).sample
+    """What an SD 3 transformer, in training or finished, says without guidance."""
+    return SD3.output(net, z, SD3.time(sigma), {"encoder_hidden_states": text[0], "pooled_projections": text[1]})
 
 
 def flux_velocity(
@@ -39,21 +43,9 @@ def flux_velocity(
     text: Text,
     guidance: Float[Tensor, " b"],
 ) -> Float[Tensor, "b c h w"]:
-    """On unpacked latents."""
-    from diffusers import FluxPipeline
-
-    family = flux.Flux()
-    b, _, h, w = z.shape
-    out = net(
-        hidden_states=family.pack(z),
-        timestep=sigma,
-        guidance=guidance,
-        pooled_projections=text[1],
-        encoder_hidden_states=text[0],
-        txt_ids=torch.zeros(text[0].shape[1], 3),
-        img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, z.device, z.dtype),
-    ).sample
-    return family.unpack(out, (h, w))
+    """What a FLUX transformer, in training or finished, says of unpacked latents; guidance is its distilled input."""
+    states = {"encoder_hidden_states": text[0], "pooled_projections": text[1], "guidance": guidance}
+    return FLUX.output(net, z, FLUX.time(sigma), states)
 
 
 @runtime_checkable
@@ -73,18 +65,15 @@ def frozen(*parts: Any) -> None:
 class FlowTeacher(ABC):
     """A pipeline in the student's latent space that predicts velocities from two texts."""
 
+    pipe: Any
     empty: Int[Tensor, "1 l"]
     other_empty: Int[Tensor, "1 m"]
 
     @abstractmethod
-    def said(
-        self,
-        z: Float[Tensor, "b c h w"],
-        sigma: Float[Tensor, " b"],
-        ids: Int[Tensor, "b l"],
-        other_ids: Int[Tensor, "b m"],
-    ) -> Float[Tensor, "b c h w"]:
-        """Velocities as it predicts them, without guidance."""
+    def denoiser(
+        self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]
+    ) -> Denoiser:
+        """The pipeline's denoiser under these texts, [empty, prompts], and classifier-free guidance for each prompt."""
 
     @torch.no_grad()
     def velocity(
@@ -92,12 +81,12 @@ class FlowTeacher(ABC):
     ) -> Float[Tensor, "b c h w"]:
         assert batch.other_ids is not None
         ids, other = beside_empty(self.empty, batch.ids), beside_empty(self.other_empty, batch.other_ids)
-        both = self.said(noisy.repeat(2, 1, 1, 1), sigma.repeat(2), ids, other)
-        return guided(both, guidance, both.dim())
+        base = self.denoiser(ids, other, guidance)
+        return base.output(noisy, [base.level(s) for s in sigma.tolist()])
 
 
 def beside_empty(empty: Int[Tensor, "1 l"], ids: Int[Tensor, "b l"]) -> Int[Tensor, "b2 l"]:
-    """The empty prompt as often as there are prompts, then the prompts: the halves that `guided` takes."""
+    """The empty prompt as often as there are prompts, then the prompts: the two branches of a `Denoiser`."""
     return torch.cat([empty.expand(len(ids), -1), ids])
 
 
@@ -105,37 +94,32 @@ class Sd3Teacher(FlowTeacher):
     """A StableDiffusion3Pipeline."""
 
     def __init__(self, pipe: Any) -> None:
-        self.net, self.encoders = pipe.transformer, (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-        frozen(self.net, *self.encoders)
+        self.pipe, self.encoders = pipe, (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+        frozen(pipe.transformer, *self.encoders)
         self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_3, [""])
 
-    def said(
-        self,
-        z: Float[Tensor, "b c h w"],
-        sigma: Float[Tensor, " b"],
-        ids: Int[Tensor, "b l"],
-        other_ids: Int[Tensor, "b m"],
-    ) -> Float[Tensor, "b c h w"]:
-        return sd3_velocity(self.net, z, sigma, sd3_texts(self.encoders, ids, other_ids))
+    def denoiser(
+        self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]
+    ) -> Denoiser:
+        states, pooled = sd3_texts(self.encoders, ids, other_ids)
+        text = {"encoder_hidden_states": states, "pooled_projections": pooled}
+        return Denoiser.from_states(self.pipe, text, len(guidance), guidance)
 
 
 class FluxTeacher(FlowTeacher):
-    """A FluxPipeline trained on scenes, asked at guidance 1."""
+    """A FluxPipeline trained on scenes; its distilled guidance stays at 1, where it has learned nothing of guidance."""
 
     def __init__(self, pipe: Any) -> None:
-        self.net, self.text, self.text2 = pipe.transformer, pipe.text_encoder, pipe.text_encoder_2
-        frozen(self.net, self.text, self.text2)
+        self.pipe, self.text, self.text2 = pipe, pipe.text_encoder, pipe.text_encoder_2
+        frozen(pipe.transformer, self.text, self.text2)
         self.empty, self.other_empty = tokenise(pipe.tokenizer, [""]), tokenise(pipe.tokenizer_2, [""])
 
-    def said(
-        self,
-        z: Float[Tensor, "b c h w"],
-        sigma: Float[Tensor, " b"],
-        ids: Int[Tensor, "b l"],
-        other_ids: Int[Tensor, "b m"],
-    ) -> Float[Tensor, "b c h w"]:
-        text = (self.text2(other_ids)[0], self.text(ids).pooler_output)
-        return flux_velocity(self.net, z, sigma, text, torch.ones(len(z)))
+    def denoiser(
+        self, ids: Int[Tensor, "b2 l"], other_ids: Int[Tensor, "b2 m"], guidance: Float[Tensor, " b"]
+    ) -> Denoiser:
+        states, pooled = self.text2(other_ids)[0], self.text(ids).pooler_output
+        text = {"encoder_hidden_states": states, "pooled_projections": pooled, "guidance": torch.ones(len(ids))}
+        return Denoiser.from_states(self.pipe, text, len(guidance), guidance=1.0, true_cfg=guidance)
 
 
 class SdTeacher:
@@ -146,8 +130,8 @@ class SdTeacher:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self.net, self.text = pipe.unet, pipe.text_encoder
-        frozen(self.net, self.text)
+        self.pipe, self.text = pipe, pipe.text_encoder
+        frozen(pipe.unet, self.text)
         self.empty = tokenise(pipe.tokenizer, [""])
         alphas = pipe.scheduler.alphas_cumprod.float()
         self.ratios = ((1 - alphas) / alphas).sqrt()
@@ -164,10 +148,13 @@ class SdTeacher:
     def velocity(
         self, batch: Batch, noisy: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], guidance: Float[Tensor, " b"]
     ) -> Float[Tensor, "b c h w"]:
+        states = {"encoder_hidden_states": self.text(beside_empty(self.empty, batch.ids))[0]}
+        base = Denoiser.from_states(self.pipe, states, len(noisy), guidance)
+        steps = len(self.ratios)
         t, alpha = self.levels(sigma)
-        wide, wide_sigma = alpha.view(-1, 1, 1, 1), sigma.view(-1, 1, 1, 1)
-        z = noisy * (1 - wide).sqrt() / wide_sigma
-        states = self.text(beside_empty(self.empty, batch.ids))[0]
-        both = self.net(torch.cat([z, z]), t.repeat(2), encoder_hidden_states=states).sample
-        clean = (z - (1 - wide).sqrt() * guided(both, guidance, both.dim())) / wide.sqrt()
-        return (noisy - clean) / wide_sigma
+        levels = [
+            Level(math.sqrt(a), math.sqrt(1 - a), k / steps) for k, a in zip(t.tolist(), alpha.tolist(), strict=True)
+        ]
+        wide = sigma.view(-1, 1, 1, 1)
+        clean, _ = base.estimate(noisy * (1 - alpha).sqrt().view(-1, 1, 1, 1) / wide, levels)
+        return (noisy - clean) / wide
