@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from PIL import Image
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.data.pairs import Pair, PairStore, leaks
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.policy import Policy
-from guardpaint.train.engine import write_tensors
-from paperdolls.models.latents import encoded, fingerprint, pixels_of, tokenise
+from guardpaint.store.checkpoint import write_tensors
+from guardpaint.store.images import as_pixels
+from guardpaint.store.progress import track
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch:
         raise BadInput(f"{store.root}: no approved pairs of split {split} ({undecided} wait for `data review`)")
     size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
     parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(PairLatents)}
-    for start in track(range(0, len(rows), batch), description=f"latents {split}"):
+    for start in track(range(0, len(rows), batch), f"latents {split}"):
         for name, value in encode_batch(store, rows[start : start + batch], pipe, policy, size).items():
             parts[name].append(value)
     path = store.root / f"latents-{split}.pt"
@@ -91,3 +92,30 @@ def load_pairs(folder: Path, split: str, vae: Any) -> PairLatents:
         raise BadCheckpoint(f"{path}: encoded by another autoencoder; run `guardpaint data latents` again")
     wide = {torch.float16: torch.float32, torch.int32: torch.int64}
     return PairLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in kept.items()})
+
+
+def fingerprint(vae: Any) -> str:
+    """Which autoencoder made the latents: scale, shift and a digest of what encodes, as precise as it is shipped."""
+    digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
+    for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
+        digest.update(value.half().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
+    """uint8 pictures as channels-last pixels in [−1, 1]."""
+    return (2 * as_pixels(images) - 1).contiguous(memory_format=torch.channels_last)
+
+
+def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
+    """Scaled latents at the posterior's mode, in half precision."""
+    with torch.no_grad():
+        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
+    return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
+
+
+def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:
+    """Padded and cut to the tokenizer's length, as the pipelines do."""
+    return tokenizer(
+        texts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    ).input_ids
