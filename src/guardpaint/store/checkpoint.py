@@ -136,11 +136,11 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def sha256_hex(data: bytes | str) -> str:
-    """SHA-256 of bytes, or of a text's UTF-8 bytes, in hex digits."""
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
-
-
 def short_hash(*values: Any) -> str:
     """Twelve hex digits over any JSON-like values; others count by their text."""
     return sha256_hex(json.dumps(values, sort_keys=True, default=str))[:12]
+
+
+def sha256_hex(value: str | bytes) -> str:
+    """SHA-256 in hex, of bytes or of a text's UTF-8 (lone surrogates included)."""
+    return hashlib.sha256(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value).hexdigest()

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
-from guardpaint.loop.step import Parts
 from guardpaint.repair.knobs import denormalise
 from guardpaint.repair.proposer import POOL, ProposerConfig, TournamentProposer
 from guardpaint.store.seeds import derive, generator
 from guardpaint.train import proposer_loss as L
 from guardpaint.train.engine import finished, fit, load_config, write_card
 from guardpaint.train.rollouts import State, load_states, null_change, read_rollouts, tournament_of
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.utility import gate_rules, utility
 
 Row = dict[str, Any]

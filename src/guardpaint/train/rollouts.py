@@ -27,7 +27,6 @@ from guardpaint.draft.codec import resize, vae_decode, vae_encode
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.guard import GuardPaint
-from guardpaint.loop.step import Parts, check_audit
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import (
     SEED_BUCKETS,
@@ -44,7 +43,8 @@ from guardpaint.store.progress import track
 from guardpaint.store.rows import read_rows
 from guardpaint.store.seeds import derive, generator
 from guardpaint.testbed import Prompt, Testbed
-from guardpaint.types import Draft, Knobs, Level, Previewer, Proposer, Region
+from guardpaint.types import Audit, Draft, Knobs, Level, Previewer, Proposer, Region
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.tournament import Tournament, TournamentResult
 
 SPLITS = ("train", "test")
@@ -144,15 +144,12 @@ def tournament_of(state: State, parts: Parts) -> Tournament:
     if parts.repairer.name == "native":
         raise BadConfig("stored states are replayed without the base, so the repairer must be an inpainter")
 
-    def look(images: Tensor) -> list[Any]:
-        found = parts.auditor.audit(images, [state.prompt] * len(images), state.noise)
-        for a in found:
-            check_audit(a, parts.policy.names)
-        return found
+    def look(images: Tensor) -> list[Audit]:
+        return parts.audit(images, [state.prompt] * len(images), state.noise)
 
     level = Level(1.0, 0.0, state.noise)
     draft = Draft(state.step, state.steps, state.latent, state.latent, state.latent, level, level, None)  # type: ignore[arg-type]
-    audit = look(shrink(state.control, parts.auditor.sizes[1])[None])[0]
+    audit = look(shrink(state.control, parts.fine_size)[None])[0]
     region = Region(state.mask, float(state.mask.float().mean()), 1.0)
     return Tournament(
         parts=parts,
@@ -234,7 +231,7 @@ def null_change(tournament: Tournament) -> float:
     size = repairer.native_size(*request.view.shape[-2:])
     z = vae_encode(repairer.pipe.vae, resize(request.view[None], size), repairer.device)
     view = tournament.composed(vae_decode(repairer.pipe.vae, z, repairer.device).cpu(), request)
-    after = tournament.look(torch.stack([shrink(v, tournament.parts.auditor.sizes[1]) for v in view]))[0]
+    after = tournament.look(torch.stack([shrink(v, tournament.parts.fine_size) for v in view]))[0]
     return after.safety - tournament.audit.safety
 
 
