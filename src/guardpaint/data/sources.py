@@ -19,6 +19,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.store.images import png_bytes
 from guardpaint.store.progress import bar
 
+
 class Rows(Protocol):
     """A dataset that makes its rows itself, such as a testbed's."""
 

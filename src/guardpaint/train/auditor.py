@@ -209,7 +209,9 @@ def find_views(folder: Path, split: str) -> Views | Shelf:
             "`guardpaint data corpus-views`"
         )
     if len({(p.world, p.names) for p in found}) > 1:
-        raise BadInput(f"{folder}: views of testbeds and of corpora, or of several policies; keep them in folders apart")
+        raise BadInput(
+            f"{folder}: views of testbeds and of corpora, or of several policies; keep them in folders apart"
+        )
     sizes = sorted({tuple(p.images.shape[-2:]) for p in found})
     if len(sizes) > 1:
         raise BadInput(f"{folder}: views of sizes {sizes}; make them all with the same --pixels")

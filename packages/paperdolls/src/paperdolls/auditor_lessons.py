@@ -132,7 +132,12 @@ class SceneLessons:
         """Views, and a share of scenes that nobody has seen, in random order."""
         new = round(count * self.settings.fresh)
         part = self.views.rows(self.balanced.pick(count - new, g))
-        images, masks, category, noise = part.images.float() / 255, part.masks.float(), part.category, part.noise.float()
+        images, masks, category, noise = (
+            part.images.float() / 255,
+            part.masks.float(),
+            part.category,
+            part.noise.float(),
+        )
         scenes = [sample_scene(int(s)) for s in part.seeds]
         if not new:
             return SceneBatch(images, masks, category, noise, scenes)
