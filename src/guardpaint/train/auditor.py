@@ -1,7 +1,7 @@
 """Train the Auditor-Scorer on views of unfinished and finished pictures.
 
-guardpaint train auditor --config configs/train/mini-auditor.yaml --views runs/views --out runs/mini-auditor
-accelerate launch --cpu --num_processes 2 -m guardpaint.cli train auditor …   # the same on several processes
+guardpaint train mini-auditor --set views=runs/views --out runs/mini-auditor
+accelerate launch --cpu --num_processes 2 -m guardpaint.cli train mini-auditor …   # the same on several processes
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from guardpaint.train.auditor_pictures import (
     strength_of,
     unseen_scenes,
 )
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from paperdolls.captions import WORDS, caption
 from paperdolls.render import CODE, render
 from paperdolls.scene import Scene, safe_version, sample_scene
@@ -383,7 +383,8 @@ def run(
         score = macro_f1(said, late.category, len(weights))
         return {"score": score, "accuracy": float((said == late.category).float().mean())}
 
-    fitted = fit(task, sampler.batch, lambda m, b: m(b), config, out, minutes=minutes, validate=validate, quiet=quiet)
+    sitting = Run(config_file, out, minutes, quiet)
+    fitted = fit(task, sampler.batch, lambda m, b: m(b), config, sitting, validate=validate)
     assert isinstance(fitted, AuditorTask)
     done = finished(out, config)
     if done is None:
@@ -393,9 +394,8 @@ def run(
     repaired = matched_repairs(fitted.auditor, late, fitted.auditor.sizes[0])
     calibrate_faithfulness(fitted.auditor, torch.cat([found["matched"], repaired]), found["mismatched"])
     fitted.auditor.save_pretrained(out / "model", torch.float16)
-    command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
-    command += f" --warm {warm}" if warm is not None else ""
-    command += f" --policy POLICY ({policy.name})" if policy.names != Policy.default().names else ""
+    command = sitting.command("auditor", views=views_dir, warm=warm)
+    command += f" --set policy=POLICY ({policy.name})" if policy.names != Policy.default().names else ""
     parameters = sum(p.numel() for p in fitted.auditor.parameters())
     write_card(out, command, done, warm, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")

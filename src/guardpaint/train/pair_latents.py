@@ -17,7 +17,7 @@ from guardpaint.data.pairs import Pair, PairStore, leaks
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.policy import Policy
 from guardpaint.train.engine import write_tensors
-from paperdolls.models.latents import encoded, fingerprint, pixels_of, tokenise
+from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 
 
 @dataclass(frozen=True)
