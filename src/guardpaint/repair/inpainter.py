@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
-from paperdolls.bases import LORA, fuse, without_bars
+from guardpaint.draft.loading import LORA, fuse, without_bars
 from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
 from guardpaint.draft.conditioning import guided
 from guardpaint.draft.schedule import level_at, prediction_type, split
