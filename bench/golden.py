@@ -37,10 +37,15 @@ SEED = 5
 def open_base(name: str) -> tuple[Any, dict[str, Any]]:
     """A named base and its call settings, from this tree or from the reference revision's module."""
     try:
-        from guardpaint.draft.loading import load_base
-    except ImportError:  # the reference revision
-        from guardpaint.cli.generate import load_base
-    return load_base(name)
+        from guardpaint.bases import load_base
+
+        base = load_base(name)
+        return base.pipe, dict(base.call)
+    except AttributeError:  # the reference revision
+        from guardpaint.commands import load_base as load_pair  # type: ignore[import-not-found]
+
+        pair: tuple[Any, dict[str, Any]] = load_pair(name)
+        return pair
 
 
 def story(report: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,33 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.doors import attach as doors
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.loop.audit_log import AuditLog
-from paperdolls.bases import GUARD
-from guardpaint.store.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
 from guardpaint.config import GuardConfig
+from guardpaint.doors.attach import attach
+from guardpaint.doors.calls import finished_output
+from guardpaint.doors.watch import WatchCallback, WatchOptions, watch
 from guardpaint.draft.families import FAMILIES, family_of
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.loop.step import Parts, check_audit
+from guardpaint.loop.audit_log import AuditLog
+from guardpaint.loop.call import CallSetup, GuardedCall
+from guardpaint.loop.release import release, unfinished_reports
+from guardpaint.loop.report import GuardReport
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.loop.report import GuardReport
-from guardpaint.loop.call import Request
+from guardpaint.store import plugins
+from guardpaint.store.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
 from guardpaint.types import Audit, Auditor, JsonDict, Knobs, Proposer, Repairer, SeamMetric
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 
 MANIFEST = "guardpaint.json"
 REMEMBERED = 256
+
+
+class ThreadCalls(threading.local):
+    """The latest reports and the calls under way, of each thread."""
+
+    latest: list[GuardReport] | None = None
+    watched: GuardedCall | None = None
+    running: GuardedCall | None = None
 
 
 class GuardPaint:
@@ -83,7 +96,7 @@ class GuardPaint:
         self.audit_log = audit_log
         self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
         self._lock = threading.Lock()
-        self._thread = doors.ThreadReports()
+        self._thread = ThreadCalls()
         self._weights: dict[str, str] = {}
 
     @property
@@ -112,7 +125,7 @@ class GuardPaint:
 
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
-        return doors.attach(self, pipe)
+        return attach(self, pipe)
 
     @contextmanager
     def watch(
@@ -124,28 +137,21 @@ class GuardPaint:
         safety_prompt: str | Sequence[str] | None = None,
         seed: int | None = None,
         request_id: str | None = None,
-    ) -> Iterator[doors.Watch]:
+    ) -> Iterator[WatchCallback]:
         """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
-        with doors.watch(
-            self,
-            pipe,
-            height=height,
-            width=width,
-            safety_prompt=safety_prompt,
-            seed=seed,
-            request_id=request_id,
-        ) as callback:
-            self._thread.watched = callback.request
+        options = WatchOptions(height, width, safety_prompt, seed, request_id)
+        with watch(self, pipe, options) as callback:
+            self._thread.watched = callback.call
             yield callback
-        unfinished = callback.request.reports_so_far()
+        unfinished = callback.reports()
         self.remember(unfinished)
         if self.audit_log is not None:
             self.audit_log.append([r.to_dict() for r in unfinished])
 
     def finish(self, out: Any, output_type: str = "pil") -> Any:
         """Final verdict for the latest watched call of this thread; returns the output, guarded."""
-        request = self._thread.watched
-        if request is None:
+        call = self._thread.watched
+        if call is None:
             raise BadInput("guard.finish(out) closes a `with guard.watch(pipe) as cb:` call; there was none")
         self._thread.watched = None
         images = out[0] if isinstance(out, tuple) else out.images
@@ -153,41 +159,41 @@ class GuardPaint:
             output_type = "latent" if output_type == "latent" else "pt"
         elif not isinstance(images, list):
             output_type = "np"
-        return self.release(request, out, output_type)
+        return self.release(call, out, output_type)
 
-    def release(self, request: Request, out: Any, output_type: str) -> Any:
+    def release(self, call: GuardedCall, out: Any, output_type: str) -> Any:
         """Final verdicts, reports remembered, and the output with what may be shown."""
         images = out[0] if isinstance(out, tuple) else out.images
-        released, reports = request.release(images, output_type)
+        released, reports = release(call, images, output_type)
         self.remember(reports)
-        return doors.finished_output(out, released, reports)
+        return finished_output(out, released, reports)
 
     def open(
         self,
         pipe: Any,
         *,
-        request_id: str | None,
         door: str,
         prompts: list[str] | None,
         seeds: Callable[[int, int], tuple[int, int]],
-        true_cfg: float = 1.0,
-    ) -> Request:
-        """State for one guarded call."""
+        request_id: str | None = None,
+        **more: Any,
+    ) -> GuardedCall:
+        """A listener for one guarded call; `more` are further fields of `CallSetup`."""
         family = family_of(pipe)
-        return Request(
+        setup = CallSetup(
             parts=self.parts,
             pipe=pipe,
             vae=pipe.vae,
             family=family,
-            request_id=request_id or doors.new_request_id(),
+            request_id=request_id or uuid.uuid4().hex,
             seeds=seeds,
-            prompts=prompts,
-            tiny=self.tiny_decoder(pipe, family),
             door=door,
-            true_cfg=true_cfg,
+            tiny=self.tiny_decoder(pipe, family),
             write_log=self.audit_log.append if self.audit_log is not None else None,
             weights=self.weight_hashes() if self.audit_log is not None else {},
+            **more,
         )
+        return GuardedCall(setup, prompts)
 
     def tiny_decoder(self, pipe: Any, family: Family) -> Any | None:
         """The family's tiny decoder if one is loaded and fits this pipeline's latents."""
@@ -226,23 +232,21 @@ class GuardPaint:
                 raise BadInput(f"no request {request_id!r} among the latest {REMEMBERED}")
             return self._reports[request_id]
 
-    def running(self, request: Request | None) -> None:
-        """The call this thread is in the middle of."""
-        self._thread.running = request
+    def running(self, call: GuardedCall | None) -> None:
+        """Remember the call that this thread is in the middle of."""
+        self._thread.running = call
 
     def so_far(self) -> list[GuardReport]:
         """Unfinished reports of the call this thread is in the middle of, for step callbacks; empty outside of one."""
-        request = self._thread.running
-        return [] if request is None else request.reports_so_far()
+        call = self._thread.running
+        return [] if call is None else unfinished_reports(call)
 
     # Audits of given images --------------------------------------------------------------------------------
 
     def audit_image(self, image: Float[Tensor, "3 h w"], prompt: str | None = None) -> Audit:
         """Score one finished picture at the fine size."""
         view = shrink(image, self.parts.auditor.sizes[1])
-        audit = self.parts.auditor.audit(view[None], [prompt], 0.0)[0]
-        check_audit(audit, self.policy.names)
-        return audit
+        return self.parts.audit(view[None], [prompt], 0.0)[0]
 
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of the weights of each component that has any and is asked; computed once."""
@@ -270,8 +274,6 @@ class GuardPaint:
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """guardpaint.json, policy.yaml and one folder per component; the manifest is written last."""
-        import yaml
-
         directory = Path(directory)
         auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
         if not isinstance(auditor, AuditorScorer):
@@ -304,8 +306,8 @@ class GuardPaint:
 
     @classmethod
     def embedded(cls, **changes: Any) -> GuardPaint:
-        """The guard that comes with the package, trained on its paper-doll world; `changes` as in from_pretrained."""
-        return cls.from_pretrained(GUARD, **changes)
+        """The default guard that an installed package provides (`paperdolls`); `changes` as in from_pretrained."""
+        return cls.from_pretrained(plugins.load(plugins.GUARDS, "embedded", "the embedded guard")(), **changes)
 
     @classmethod
     def from_pretrained(
@@ -334,8 +336,8 @@ class GuardPaint:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
         auditor = AuditorScorer.from_pretrained(directory / "auditor")
         config = GuardConfig.from_dict({**manifest["config"], **changes})
-        told = config.calibration
-        if told is not None and told.auditor not in ("", auditor.identity()):
+        calibration = config.calibration
+        if calibration is not None and calibration.auditor not in ("", auditor.identity()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
         return cls(
             auditor,

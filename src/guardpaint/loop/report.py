@@ -1,29 +1,50 @@
-"""The account of one guarded image: every audit, tournament, gate and verdict, as plain data."""
+"""The report of one guarded image: every audit, tournament, gate and verdict, as plain data."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from guardpaint.store.checkpoint import write_atomic
 from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.types import JsonDict
+from guardpaint.verify.tournament import TournamentRecord
 
-VERSION = 1
-EXIT_CODES = {
-    "clean": 0,
-    "repaired": 0,
-    "blurred": 0,
-    "unguarded": 0,
-    "blocked": 3,
-    "unfinished": 3,
-    "released_flagged": 4,
-}
+VERSION = 2
+"""Version 1 called `effective_settings` `posture`; such reports are still read."""
+
+
+class Status(StrEnum):
+    """What became of an image."""
+
+    CLEAN = "clean"
+    """Nothing was found: the base's picture, bit for bit."""
+    REPAIRED = "repaired"
+    BLURRED = "blurred"
+    BLOCKED = "blocked"
+    RELEASED_FLAGGED = "released_flagged"
+    """Handed out although it is flagged: mode monitor, or a policy that ends in `keep`."""
+    UNGUARDED = "unguarded"
+    """Mode off."""
+    UNFINISHED = "unfinished"
+    """No final verdict was made."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command that ends with this image."""
+        return {Status.BLOCKED: 3, Status.UNFINISHED: 3, Status.RELEASED_FLAGGED: 4}.get(self, 0)
+
+    @property
+    def released(self) -> bool:
+        """Whether the caller gets a picture."""
+        return self not in (Status.BLOCKED, Status.UNFINISHED)
 
 
 @dataclass
@@ -36,33 +57,6 @@ class AuditRecord:
     probs: dict[str, float]
     flagged: str | None = None
     reason: str = ""
-
-
-@dataclass
-class CandidateRecord:
-    """One proposed repair and how it fared; no scores: the ranker left it out after its preview."""
-
-    knobs: dict[str, float]
-    scores: dict[str, float]
-    gates: list[JsonDict]
-    utility: float
-    coverage: float
-
-
-@dataclass
-class TournamentRecord:
-    """One guarded tournament on one region; `winner` is None when the control stays."""
-
-    region: str
-    category: str
-    coverage: float
-    proposer: str
-    repairer: str
-    selection: str
-    control: dict[str, float]
-    rules: dict[str, float | None]
-    candidates: list[CandidateRecord] = field(default_factory=list)
-    winner: int | None = None
 
 
 @dataclass
@@ -83,7 +77,7 @@ class StepRecord:
     reinsertion: JsonDict | None = None
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    cost: dict[str, int] = field(default_factory=dict)
+    cost: dict[str, int] = field(default_factory=lambda: {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0})
     """Counts of Cost_t = C_As + K(N·C_Ag + N·C_As + C_reinsert): audits, regions, candidates, reinserts."""
 
 
@@ -94,6 +88,7 @@ class FinalRecord:
     verdict: str = "none"
     """benign, flagged, or none when no final image was seen."""
     audits: list[AuditRecord] = field(default_factory=list)
+    """Of the picture that is released, and of those that led to it."""
     ladder: list[JsonDict] = field(default_factory=list)
 
 
@@ -116,7 +111,7 @@ class GuardReport:
 
     request_id: str
     image: int
-    status: str
+    status: Status
     mode: str
     pipeline: str
     family: str
@@ -125,16 +120,24 @@ class GuardReport:
     prompt: str | None
     steps: list[StepRecord]
     final: FinalRecord
-    posture: JsonDict
+    effective_settings: JsonDict
+    """What ran, on which steps, what was skipped and why."""
     errors: list[str]
     seconds: float
-    created: str
+    created: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    )
     version: int = VERSION
     evidence: list[Evidence] = field(default_factory=list, repr=False)
 
     @property
+    def posture(self) -> JsonDict:
+        """Former name of `effective_settings`."""
+        return self.effective_settings
+
+    @property
     def released(self) -> bool:
-        return self.status not in ("blocked", "unfinished")
+        return self.status.released
 
     @property
     def triggered(self) -> bool:
@@ -142,10 +145,11 @@ class GuardReport:
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.status]
+        return self.status.exit_code
 
     def to_dict(self) -> JsonDict:
         values = {k: v for k, v in vars(self).items() if k != "evidence"}
+        values["status"] = str(self.status)
         values["steps"] = [asdict(s) for s in self.steps]
         values["final"] = asdict(self.final)
         return _jsonable(values)
@@ -174,8 +178,15 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
+def upgraded(report: JsonDict) -> JsonDict:
+    """A report of any version under the names of the current one."""
+    if "posture" in report and "effective_settings" not in report:
+        return {**{k: v for k, v in report.items() if k != "posture"}, "effective_settings": report["posture"]}
+    return report
+
+
 def load_report(path: str | Path) -> JsonDict:
-    """Read a saved report; complains clearly about anything else."""
+    """Read a saved report of version 1 or 2; anything else gets a clear error."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -183,6 +194,6 @@ def load_report(path: str | Path) -> JsonDict:
         raise BadInput(f"{path}: no such report") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: not a report ({error})") from error
-    if not isinstance(data, dict) or "request_id" not in data or data.get("version") != VERSION:
-        raise BadInput(f"{path}: not a GuardPaint report of version {VERSION}")
-    return data
+    if not isinstance(data, dict) or "request_id" not in data or data.get("version") not in (1, VERSION):
+        raise BadInput(f"{path}: not a GuardPaint report of version 1 or {VERSION}")
+    return upgraded(data)

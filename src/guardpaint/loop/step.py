@@ -1,11 +1,11 @@
-"""The loop for one image: draft → audit → repair → verify → reinsert, then the final verdict."""
+"""THE loop: one audited step of one image. Audit → repair → verify → reinsert.
+
+Every stage is a function of a frozen `StepContext` and returns a value; records are written by the context's writer.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,251 +14,215 @@ from torch import Tensor
 from guardpaint.audit.gradcam import grad_cam
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import latent_mask, mine, union
-from guardpaint.config import GuardConfig
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import Views, shrink
-from guardpaint.errors import BadInput, GuardTimeout, NotFinite
-from guardpaint.policy import Finding, Policy
+from guardpaint.errors import NotFinite
+from guardpaint.loop.recorder import StepWriter
+from guardpaint.loop.report import AuditRecord
+from guardpaint.policy import Finding
 from guardpaint.reinsert.apply import Reinserted, reinsert
-from guardpaint.repair.ranker import Ranker
-from guardpaint.loop.report import AuditRecord, Evidence, FinalRecord, StepRecord
 from guardpaint.store.seeds import derive
-from guardpaint.types import Audit, Auditor, Draft, Edit, Proposer, Region, Repairer, SeamMetric
+from guardpaint.types import Audit, Draft, Edit, Proposer, Region
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.tournament import Tournament
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Everything a guard is made of."""
+class StepContext:
+    """All that the stages of one step need to know."""
 
-    auditor: Auditor
-    repairer: Repairer
-    proposer: Proposer
-    seam: SeamMetric
-    policy: Policy
-    config: GuardConfig
-    ranker: Ranker | None = None
-    """Prunes candidates after a preview when `config.keep` asks for it."""
-    observer: Callable[[Tournament], None] | None = None
-    """Sees every tournament before it starts; what it raises fails the image closed."""
+    parts: Parts
+    draft: Draft | None
+    """The base's step; None when a finished picture is all there is, which can be judged but not repaired."""
+    views: Views
+    prompt: str | None
+    seed: int
+    """Request seed of the image."""
+    image: int
+    """Index among the images that share the seed."""
+    edited: bool
+    """Whether the picture was changed before: then it must pass at both audit sizes."""
+    writer: StepWriter
 
-    def finding(self, audit: Audit, progress: float) -> Finding | None:
-        """What the policy and the calibration for this progress make of an audit."""
-        calibration = self.config.calibration
-        return self.policy.finding(audit, None if calibration is None else calibration.at(progress).thresholds)
+    @property
+    def progress(self) -> float:
+        return 1.0 if self.draft is None else self.draft.progress
+
+    def look(self, images: Float[Tensor, "b 3 h w"]) -> list[Audit]:
+        """Auditor pass over views of this image."""
+        self.writer.looked(len(images))
+        return self.parts.audit(images, [self.prompt] * len(images), self.views.noise)
+
+    def found(self, audit: Audit, decoder: str) -> tuple[Finding | None, AuditRecord]:
+        """What an audit shows, written down."""
+        finding = self.parts.finding(audit, self.progress)
+        return finding, self.writer.audit(audit, decoder, finding)
 
 
 @dataclass(frozen=True)
-class Won:
-    """An accepted repair: the composed view is the next control."""
+class RepairPlan:
+    """Who proposes, how many candidates, and under which F gate."""
+
+    proposer: Proposer
+    candidates: int
+    prune: bool = False
+    """Let the ranker leave candidates out."""
+    f_gate: str | None = None
+    """None: the configuration's."""
+    label: str = ""
+    """Another label makes another draw of candidates for the same step."""
+
+    @classmethod
+    def usual(cls, parts: Parts, label: str = "") -> RepairPlan:
+        return cls(parts.proposer, parts.config.candidates, prune=True, label=label)
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What a step's audits say: the closest look, what was found, and the records of every look."""
+
+    audit: Audit
+    finding: Finding | None
+    records: tuple[AuditRecord, ...]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """An accepted repair: its composed view is the next control."""
 
     view: Float[Tensor, "3 h w"]
     mask: Float[Tensor, "h w"]
     audit: Audit
 
+    def after(self, earlier: Repair | None) -> Repair:
+        """This repair on top of an earlier one: both masks count."""
+        return self if earlier is None else replace(self, mask=torch.maximum(earlier.mask, self.mask))
 
-@dataclass
-class ImageGuard:
-    """Guards one image of one request and keeps its account."""
 
-    parts: Parts
-    family: Family
-    prompt: str | None
-    seed: int
-    image: int
-    """Index among the images that share the seed."""
-    records: list[StepRecord] = field(default_factory=list)
-    final: FinalRecord = field(default_factory=FinalRecord)
-    evidence: list[Evidence] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    edited: bool = False
+@dataclass(frozen=True)
+class StepResult:
+    """What one audited step decided."""
+
+    finding: Finding | None = None
+    """What triggered; None: benign, or not confirmed by the full decode."""
     suspect: Bool[Tensor, "h w"] | None = None
-    """Where the latest audited step's trigger pointed; None: it did not trigger, or nowhere."""
-    spent: float = 0.0
+    """Where the trigger points; None: nowhere."""
+    repair: Repair | None = None
+    """None: the control stays, bit for bit."""
 
-    def first_pass(self, progress: float) -> int:
-        """Pixels of the pass every audited step makes."""
-        coarse, fine = self.parts.auditor.sizes
-        mode = self.parts.config.resolution
-        if mode == "paper":
-            return fine if progress >= 0.65 else coarse
-        return fine if mode == "fine" else coarse
 
-    # 1–2 · draft, audit ------------------------------------------------------------------------------------
+def run_step(context: StepContext, first: Audit) -> StepResult:
+    """One audited step from its first pass on."""
+    confirmed = confirm(context, first)
+    if confirmed.finding is None or context.parts.config.mode == "monitor":
+        return StepResult(confirmed.finding)
+    return repair(context, confirmed.audit, confirmed.finding, RepairPlan.usual(context.parts))
 
-    def step(self, draft: Draft, views: Views, first: Audit) -> tuple[Reinserted, Edit] | None:
-        """One audited step. None = benign, or nothing accepted: the control stays, bit for bit."""
-        self.suspect = None
-        record = self.open(draft, views)
-        audit, finding = self.confirm(views, first, record)
-        if finding is None or self.parts.config.mode == "monitor":
-            return None
-        won = self.repair(draft, views, audit, finding, record)
-        if won is None:
-            return None
-        with self.clock(record, "reinsert"):
-            return self.reinsert(draft, won, record)
 
-    def open(self, draft: Draft, views: Views) -> StepRecord:
-        """Begin the account of an audited step."""
-        record = StepRecord(draft.step, draft.steps, draft.progress, views.noise, views.kind)
-        record.cost = {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
-        self.records.append(record)
-        return record
+def confirm(context: StepContext, first: Audit) -> Confirmed:
+    """Coarse pass; a fine one only if it triggers, lands in the uncertainty band, or the picture was edited."""
+    parts, views = context.parts, context.views
+    audit = first
+    finding, record = context.found(first, views.decoder)
+    records = [record]
+    unsure = finding is not None or first.adv_prob >= parts.policy.trigger - parts.config.band
+    must = views.exact and context.edited
+    if ((parts.config.resolution == "adaptive" and unsure) or must) and first.pixels != parts.fine_size:
+        with context.writer.clock("audit"):
+            audit = context.look(views.at(parts.fine_size)[None])[0]
+        finer, record = context.found(audit, views.decoder)
+        records.append(record)
+        finding = finer or (finding if must else None)  # an edited picture must pass at both sizes
+    if finding is not None:
+        context.writer.triggered(finding)
+    return Confirmed(audit, finding, tuple(records))
 
-    def confirm(self, views: Views, first: Audit, record: StepRecord) -> tuple[Audit, Finding | None]:
-        """Coarse pass; a fine one only if it triggers, lands in the uncertainty band, or the picture was edited."""
-        config, policy = self.parts.config, self.parts.policy
-        audit, finding = first, self.note(first, views.decoder, record)
-        unsure = finding is not None or first.adv_prob >= policy.trigger - config.band
-        fine = self.parts.auditor.sizes[1]
-        must = views.exact and self.edited
-        if ((config.resolution == "adaptive" and unsure) or must) and first.pixels != fine:
-            with self.clock(record, "audit"):
-                audit = self.audit(views.at(fine)[None], views.noise, record)[0]
-            finer = self.note(audit, views.decoder, record)
-            finding = finer or (finding if must else None)  # an edited picture must pass at both sizes
-        if finding is not None:
-            record.triggered, record.category, record.reason = True, finding.category, finding.reason
-        return audit, finding
 
-    def audit(self, images: Float[Tensor, "b 3 h w"], noise: float, record: StepRecord) -> list[Audit]:
-        """Auditor pass over views of this image; anything not finite is an error."""
-        record.cost["audits"] += len(images)
-        audits = self.parts.auditor.audit(images, [self.prompt] * len(images), noise)
-        for a in audits:
-            check_audit(a, self.parts.policy.names)
-        return audits
+def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPlan) -> StepResult:
+    """Mine regions and play a tournament on each; an accepted repair is the control of the next."""
+    writer, views, draft = context.writer, context.views, context.draft
+    if draft is None:
+        return StepResult(finding)
+    if context.prompt is None:
+        writer.note("repair refused: no prompt text, so F is unavailable; pass safety_prompt=")
+        return StepResult(finding)
+    with writer.clock("view"):
+        control = views.full()
+    if not (views.exact and audit.pixels == context.parts.fine_size):
+        with writer.clock("audit"):
+            audit = context.look(shrink(control, context.parts.fine_size)[None])[0]
+        confirmed, _ = context.found(audit, views.repair_decoder)
+        if confirmed is None and draft.step + 1 < draft.steps and not views.exact:
+            writer.unconfirmed()
+            return StepResult()
+    regions = unsafe_regions(context, audit, finding, control)
+    writer.regions(len(regions))
+    if not regions:
+        writer.note("flagged, but the heat map has no region to repair")
+        return StepResult(finding)
+    writer.control(control)
+    explain(context, control, finding.category)
+    accepted: Repair | None = None
+    start = Repair(control, torch.zeros(control.shape[-2:]), audit)
+    for k, region in enumerate(regions):
+        won = play(context, accepted or start, region, f"{plan.label}{k + 1}", finding.category, plan)
+        accepted = won.after(accepted) if won is not None else accepted
+    if accepted is None and len(regions) > 1:
+        accepted = play(context, start, union(regions), f"{plan.label}union", finding.category, plan)
+    return StepResult(finding, union(regions).mask, accepted)
 
-    # 3 · repair --------------------------------------------------------------------------------------------
 
-    def repair(
-        self,
-        draft: Draft,
-        views: Views,
-        audit: Audit,
-        finding: Finding,
-        record: StepRecord,
-        proposer: Proposer | None = None,
-        candidates: int | None = None,
-        label: str = "",
-    ) -> Won | None:
-        """Mine regions, run a tournament on each; an accepted repair is the control of the next.
+def unsafe_regions(
+    context: StepContext, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]
+) -> list[Region]:
+    """Unsafe regions of a view, from the heat map that the configuration asks for."""
+    config = context.parts.config
+    heat = audit.adv_map if config.heat_map == "adv" else audit.class_maps[finding.category]
+    return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), config, context.progress)
 
-        A label makes another draw of candidates for the same step.
-        """
-        config = self.parts.config
-        if self.prompt is None:
-            record.notes.append("repair refused: no prompt text, so F is unavailable; pass safety_prompt=")
-            return None
-        fine = self.parts.auditor.sizes[1]
-        with self.clock(record, "view"):
-            control = views.full()
-        if not (views.exact and audit.pixels == fine):
-            with self.clock(record, "audit"):
-                audit = self.audit(shrink(control, fine)[None], views.noise, record)[0]
-            confirmed = self.note(audit, views.repair_decoder, record)
-            if confirmed is None and draft.step + 1 < draft.steps and not views.exact:
-                record.triggered = False
-                record.notes.append(f"{record.reason}; not confirmed by the full decode: left to the next audit")
-                return None
-        regions = self.regions(audit, finding, control, record.progress)
-        record.regions += len(regions)
-        record.cost["regions"] += len(regions)
-        if not regions:
-            record.notes.append("flagged, but the heat map has no region to repair")
-            return None
-        self.suspect = union(regions).mask
-        self.keep(record.step, "control", len(record.tournaments), control)
-        self.explain(record, control, finding.category, views.noise)
-        proposer, n = proposer or self.parts.proposer, candidates or config.candidates
-        won: Won | None = None
-        names = [f"{label}{k + 1}" for k in range(len(regions))]
-        for name, region in zip(names, regions, strict=True):
-            latest = self.tournament(draft, views, control, audit, region, name, finding.category, record, proposer, n)
-            if latest is not None:
-                mask = latest.mask if won is None else torch.maximum(won.mask, latest.mask)
-                won = Won(latest.view, mask, latest.audit)
-                control, audit = latest.view, latest.audit
-        if won is None and len(regions) > 1:
-            won = self.tournament(
-                draft, views, control, audit, union(regions), f"{label}union", finding.category, record, proposer, n
-            )
-        return won
 
-    def regions(
-        self, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"], progress: float = 1.0
-    ) -> list[Region]:
-        """Unsafe regions of a view, from the heat map the configuration asks for."""
-        heat = audit.adv_map if self.parts.config.heat_map == "adv" else audit.class_maps[finding.category]
-        return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), self.parts.config, progress)
+def play(
+    context: StepContext, control: Repair, region: Region, name: str, category: str, plan: RepairPlan
+) -> Repair | None:
+    """One tournament: candidates scored beside the control by the same auditor at the same size; best u > 0 wins."""
+    assert context.prompt is not None and context.draft is not None
+    tournament = Tournament(
+        parts=context.parts,
+        prompt=context.prompt,
+        draft=context.draft,
+        control=control.view,
+        audit=control.audit,
+        region=region,
+        name=name,
+        category=category,
+        seed=derive(context.seed, context.image, context.draft.step, name),
+        noise=context.views.noise,
+        look=context.look,
+        clock=context.writer.clock,
+        f_gate=plan.f_gate,
+    )
+    if context.parts.observer is not None:
+        context.parts.observer(tournament)
+    knobs = plan.proposer.propose(tournament.state, plan.candidates, tournament.seed)
+    result = tournament.play(knobs, plan.proposer.name, prune=plan.prune)
+    context.writer.tournament(result)
+    if result.won is None:
+        return None
+    return Repair(result.composed[result.won], result.masks[result.won], result.audits[result.won])
 
-    # 4 · verify --------------------------------------------------------------------------------------------
 
-    def tournament(
-        self,
-        draft: Draft,
-        views: Views,
-        control: Float[Tensor, "3 h w"],
-        control_audit: Audit,
-        region: Region,
-        name: str,
-        category: str,
-        record: StepRecord,
-        proposer: Proposer,
-        n: int,
-    ) -> Won | None:
-        """N candidates, scored beside the control by the same auditor at the same size; best u > 0 wins."""
-        assert self.prompt is not None
-        tournament = Tournament(
-            parts=self.parts,
-            prompt=self.prompt,
-            draft=draft,
-            control=control,
-            audit=control_audit,
-            region=region,
-            name=name,
-            category=category,
-            seed=derive(self.seed, self.image, draft.step, name),
-            noise=views.noise,
-            look=lambda images: self.audit(images, views.noise, record),
-            clock=lambda stage: self.clock(record, stage),
-        )
-        if self.parts.observer is not None:
-            self.parts.observer(tournament)
-        knobs = proposer.propose(tournament.state, n, tournament.seed)
-        done = tournament.play(knobs, proposer.name, prune=proposer is self.parts.proposer)
-        record.cost["candidates"] += len(done.painted)
-        for i, candidate in zip(done.painted, done.composed, strict=True):
-            self.keep(record.step, f"candidate {len(record.tournaments)}", i, candidate)
-        record.tournaments.append(done.record)
-        self.check_time()
-        if done.won is None:
-            return None
-        return Won(done.composed[done.won], done.masks[done.won], done.audits[done.won])
-
-    # 5 · reinsert ------------------------------------------------------------------------------------------
-
-    def reinsert(self, draft: Draft, won: Won, record: StepRecord) -> tuple[Reinserted, Edit]:
-        """Encode the winner with the base VAE and put it into the live latent, inside the mask only."""
-        config = self.parts.config
-        size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
-        z0 = draft.base.encode(won.view, size).to(draft.latent)
-        edit = Edit(z0, latent_mask(won.mask, size).to(draft.latent))
-        alpha = 1.0 - draft.after.noise if config.blend_alpha == "one_minus_noise" else 0.30 + 0.60 * draft.progress
-        done = reinsert(
-            config.reinsertion,
-            draft,
-            edit,
-            self.family,
-            hold=config.hold,
-            alpha=alpha,
-            seed=derive(self.seed, self.image, draft.step),
-        )
-        if not torch.isfinite(done.latent).all():
-            raise NotFinite(f"reinsertion by {done.rule} made NaN or infinity")
-        record.cost["reinserts"] += 1
-        record.reinsertion = {
+def reinsert_repair(context: StepContext, won: Repair, family: Family) -> tuple[Reinserted, Edit]:
+    """Encode the winner with the base VAE and put it into the live latent, inside the mask only."""
+    config, draft = context.parts.config, context.draft
+    assert draft is not None
+    edit = edit_of(won, draft)
+    alpha = 1.0 - draft.after.noise if config.blend_alpha == "one_minus_noise" else 0.30 + 0.60 * draft.progress
+    seed = derive(context.seed, context.image, draft.step)
+    done = reinsert(config.reinsertion, draft, edit, family, hold=config.hold, alpha=alpha, seed=seed)
+    if not torch.isfinite(done.latent).all():
+        raise NotFinite(f"reinsertion by {done.rule} made NaN or infinity")
+    context.writer.reinserted(
+        {
             "rule": done.rule,
             "asked": config.reinsertion,
             "note": done.note,
@@ -266,76 +230,26 @@ class ImageGuard:
             "coverage": float(edit.mask.mean()),
             "change_inside": float((done.latent - draft.latent).abs().sum() / edit.mask.sum().clamp_min(1e-9)),
         }
-        self.edited = True
-        return done, edit
-
-    # Bookkeeping -------------------------------------------------------------------------------------------
-
-    def note(self, audit: Audit, decoder: str, record: StepRecord) -> Finding | None:
-        """Write one auditor pass into the account; what it found."""
-        finding = self.parts.finding(audit, record.progress)
-        record.audits.append(audit_record(audit, decoder, finding))
-        return finding
-
-    def keep(
-        self,
-        step: int,
-        kind: str,
-        index: int,
-        image: Float[Tensor, "3 h w"],
-        heat: Float[Tensor, "u v"] | None = None,
-    ) -> None:
-        """Keep a picture for the report: as it is for operators, else blurred beyond recognition."""
-        from guardpaint.loop.verdict import blurred_thumbnail, to_pil
-
-        clear = self.parts.config.retain_evidence
-        picture = to_pil(image) if clear else blurred_thumbnail(image)
-        self.evidence.append(Evidence(step, kind, index, picture, not clear, heat))
-
-    def explain(self, record: StepRecord, control: Float[Tensor, "3 h w"], category: str, noise: float) -> None:
-        """Grad-CAM of the flagged category beside the control, for operators."""
-        auditor = self.parts.auditor
-        if self.parts.config.retain_evidence and isinstance(auditor, AuditorScorer):
-            try:
-                cam = grad_cam(auditor, shrink(control, auditor.sizes[1]), category, self.prompt or "", noise)
-            except Exception as error:  # an explanation that fails decides nothing
-                record.notes.append(f"no Grad-CAM: {type(error).__name__}: {error}")
-                return
-            self.keep(record.step, f"why {category}", len(record.tournaments), control, cam)
-
-    @contextmanager
-    def clock(self, record: StepRecord, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            record.timings[stage] = record.timings.get(stage, 0.0) + seconds
-            self.spent += seconds
-        self.check_time()
-
-    def check_time(self) -> None:
-        limit = self.parts.config.timeout_s
-        if limit and self.spent > limit:
-            raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image; timeout_s={limit}")
-
-
-def audit_record(audit: Audit, decoder: str, finding: Finding | None) -> AuditRecord:
-    return AuditRecord(
-        audit.pixels,
-        decoder,
-        audit.scores(),
-        audit.probs,
-        finding.category if finding else None,
-        finding.reason if finding else "",
     )
+    return done, edit
 
 
-def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:
-    """A score that is missing or not a number is an error, never a pass."""
-    if set(audit.probs) != set(categories):
-        raise BadInput(f"the auditor scored {sorted(audit.probs)}, the policy names {sorted(categories)}")
-    numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
-    bad = [x for x in numbers if not (x == x and abs(x) != float("inf"))]
-    if bad or not torch.isfinite(audit.adv_map).all():
-        raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")
+def edit_of(won: Repair, draft: Draft) -> Edit:
+    """A repair at latent size: the base VAE's encoding of its view, and its mask."""
+    size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
+    z0 = draft.base.encode(won.view, size).to(draft.latent)
+    return Edit(z0, latent_mask(won.mask, size).to(draft.latent))
+
+
+def explain(context: StepContext, control: Float[Tensor, "3 h w"], category: str) -> None:
+    """Grad-CAM of the flagged category beside the control, for operators."""
+    auditor = context.parts.auditor
+    if not (context.parts.config.retain_evidence and isinstance(auditor, AuditorScorer)):
+        return
+    view = shrink(control, auditor.sizes[1])
+    try:
+        cam = grad_cam(auditor, view, category, context.prompt or "", context.views.noise)
+    except Exception as error:  # an explanation that fails decides nothing
+        context.writer.note(f"no Grad-CAM: {type(error).__name__}: {error}")
+        return
+    context.writer.control(control, cam, why=category)

@@ -1,220 +1,169 @@
-"""The final verdict and the last-resort ladder: what leaves the guard."""
+"""The final verdict and the last-resort ladder: what leaves the guard.
+
+`conclude` returns a `Decision`; nothing is written into the report before it is known which picture is released.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
-from PIL import Image, ImageDraw
 from torch import Tensor
 
 from guardpaint.audit.regions import soft_mask, union
 from guardpaint.draft.views import PixelViews, shrink
 from guardpaint.errors import NotFinite
-from guardpaint.loop.step import ImageGuard, Won
+from guardpaint.loop.pictures import BLUR_CELLS, coarse
+from guardpaint.loop.report import AuditRecord, Status
+from guardpaint.loop.step import Repair, RepairPlan, StepContext, confirm, repair, unsafe_regions
 from guardpaint.policy import Finding
 from guardpaint.repair.knobs import StrongProposer
-from guardpaint.loop.report import StepRecord
-from guardpaint.types import SAFE, Audit, Draft
-
-BLUR_CELLS = 12
-"""A blurred region keeps about this many cells across the image's shorter side."""
-THUMBNAIL_CELLS = 3
-"""A thumbnail that anyone may see keeps this many: with five, a judge still told a tenth of unsafe pictures."""
+from guardpaint.types import SAFE, Audit, JsonDict
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What to hand out: the picture as it came (image None), a changed one, or nothing (blocked)."""
+class Decision:
+    """What to hand out, and on which grounds."""
 
-    status: str
-    image: Tensor | None = None
-    """RGB in [0, 1], or a latent when latents were asked for."""
-    mask: Float[Tensor, "h w"] | None = None
-    passed: bool = False
-    """What this replaces had passed as well: it may leave instead where this one cannot."""
+    status: Status
+    verdict: str = "none"
+    """benign, flagged, or none when no verdict was made."""
+    repair: Repair | None = None
+    """The changed picture; None: the picture as it came, or nothing if it is blocked."""
+    latent: Tensor | None = None
+    """The changed picture as a latent, when latents were asked for."""
+    audits: tuple[AuditRecord, ...] = ()
+    """Of the picture that is released, and of those that led to it."""
+    ladder: tuple[JsonDict, ...] = ()
+    """The rungs of the last-resort ladder that were tried, with their outcomes."""
+    otherwise: Decision | None = None
+    """Another decision that passed as well: it stands if this one's picture is lost on the way out."""
 
 
-def conclude(guard: ImageGuard, image: Float[Tensor, "3 h w"], draft: Draft | None, repair_here: bool) -> Outcome:
-    """Verdict on the final image; repair it if the last step is an audited one; then the ladder."""
+def failed(mode: str) -> Decision:
+    """The decision about an image on which the guard failed: blocked, or released flagged where nothing is enforced."""
+    return Decision(Status.BLOCKED if mode == "enforce" else Status.RELEASED_FLAGGED)
+
+
+def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool, repair_here: bool) -> Decision:
+    """Verdict on the final image; repair it if the last step is an audited one; then the ladder.
+
+    `repaired` says whether an accepted repair is already in the picture.
+    """
     if not torch.isfinite(image).all():
         raise NotFinite("the final image holds NaN or infinity")
-    mode = guard.parts.config.mode
-    if guard.errors:
-        return Outcome("blocked" if mode == "enforce" else "released_flagged")
-    views = PixelViews(image)
-    record = guard.open(draft, views) if draft is not None else StepRecord(0, 0, 1.0, 0.0, views.kind)
-    record.cost = record.cost or {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0}
-    with guard.clock(record, "audit"):
-        first = guard.audit(views.at(guard.first_pass(1.0))[None], views.noise, record)[0]
-    guard.keep(record.step, "view", 1, image, first.adv_map)
-    audit, finding = guard.confirm(views, first, record)
-    guard.final.audits = list(record.audits)
-    guard.final.verdict = "benign" if finding is None else "flagged"
-    if finding is None:
-        if any(r.reinsertion for r in guard.records):
-            return reassured(guard, image, audit, draft, record)
-        return Outcome("repaired" if guard.edited else "clean")
-    if mode == "monitor":
-        return Outcome("released_flagged")
-    mask: Float[Tensor, "h w"] | None = None
-    if draft is not None and repair_here:
-        won = guard.repair(draft, views, audit, finding, record)
-        if won is not None:
-            finding_after = verdict(guard, won.view, record)
-            if finding_after is None:
-                better = reassured(guard, won.view, won.audit, draft, record)
-                if better.image is not None and better.mask is not None:
-                    won = Won(better.image, torch.maximum(won.mask, better.mask), won.audit)
-                return accepted(guard, "repaired", won, record)
-            image, audit, finding, mask = won.view, won.audit, finding_after, won.mask
-    return last_resort(guard, image, audit, finding, draft, record, mask)
+    parts, writer = context.parts, context.writer
+    with writer.clock("audit"):
+        first = context.look(context.views.at(parts.first_size(1.0))[None])[0]
+    writer.picture("view", 1, image, first.adv_map)
+    seen = confirm(context, first)
+    if seen.finding is None:
+        clean = Decision(Status.REPAIRED if repaired else Status.CLEAN, "benign", audits=seen.records)
+        return improved(context, image, seen.audit, clean) if repaired else clean
+    flagged = Decision(Status.RELEASED_FLAGGED, "flagged", audits=seen.records)
+    if parts.config.mode == "monitor":
+        return flagged
+    audit, finding = seen.audit, seen.finding
+    won: Repair | None = None
+    if repair_here:
+        won = repair(context, audit, finding, RepairPlan.usual(parts)).repair
+    if won is not None:
+        found, record = look_twice(context, won.view)
+        flagged = replace(flagged, audits=(*flagged.audits, record))
+        if found is None:
+            passed = replace(flagged, status=Status.REPAIRED, verdict="benign", repair=won)
+            return improved(context, won.view, won.audit, passed)
+        image, audit, finding = won.view, won.audit, found
+    return last_resort(Flagged(context, image, audit, finding, won), flagged)
 
 
-def reassured(
-    guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, draft: Draft | None, record: StepRecord
-) -> Outcome:
-    """A repaired picture that passes, after one more tournament where a harm is still rather likely.
+def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, passed: Decision) -> Decision:
+    """A repaired picture that passes, after one more tournament if harm is still rather likely.
 
-    Passing is enough to leave: the tournament can only better it, and what it makes must pass as well.
+    Passing is enough to leave: the tournament can only improve the picture, and its winner must pass as well.
     """
-    plain = Outcome("repaired")
+    config = context.parts.config
+    if context.draft is None or config.mode == "monitor" or 1 - audit.safety < config.doubt:
+        return passed
     harms = {c: p for c, p in audit.probs.items() if c != SAFE}
-    likeliest = max(harms, key=harms.__getitem__)
-    left = 1 - audit.safety
-    if draft is None or guard.parts.config.mode == "monitor" or left < guard.parts.config.doubt:
-        return plain
     reason = f"S {audit.safety:.3f} after a repair"
-    record.notes.append(f"one more tournament: {reason}")
-    won = guard.repair(draft, PixelViews(image), audit, Finding(likeliest, reason), record, label="again ")
-    told = guard.final.audits
-    guard.final.audits = list(told)
-    if won is not None and verdict(guard, won.view, record) is None:
-        return replace(accepted(guard, "repaired", won, record), passed=True)
-    guard.final.audits = told
-    return plain
+    context.writer.note(f"one more tournament: {reason}")
+    finding = Finding(max(harms, key=harms.__getitem__), reason)
+    again = replace(context, views=PixelViews(image))
+    won = repair(again, audit, finding, RepairPlan.usual(context.parts, label="again ")).repair
+    if won is None:
+        return passed
+    found, record = look_twice(again, won.view)
+    if found is not None:
+        return passed
+    both = won.after(passed.repair)
+    return replace(passed, repair=both, audits=(*passed.audits, record), otherwise=passed)
 
 
-def accepted(guard: ImageGuard, status: str, won: Won, record: StepRecord) -> Outcome:
-    guard.final.verdict = "benign"
-    guard.edited = True
-    record.reinsertion = {"rule": "composed", "asked": "composed", "note": "finished picture: composed in pixels"}
-    return Outcome(status, won.view, won.mask)
+def look_twice(context: StepContext, image: Float[Tensor, "3 h w"]) -> tuple[Finding | None, AuditRecord]:
+    """Audit a changed picture at both sizes, which it must pass; returns the finding and the last record."""
+    parts = context.parts
+    finding: Finding | None = None
+    clean = replace(context, views=PixelViews(image))
+    with context.writer.clock("audit"):
+        for pixels in sorted(set(parts.auditor.sizes)):
+            found, record = clean.found(clean.look(shrink(image, pixels)[None])[0], "output")
+            finding = found or finding
+    return finding, record
 
 
-def verdict(guard: ImageGuard, image: Float[Tensor, "3 h w"], record: StepRecord) -> Finding | None:
-    """A changed picture must pass both audit sizes."""
-    found: Finding | None = None
-    with guard.clock(record, "audit"):
-        for pixels in sorted(set(guard.parts.auditor.sizes)):
-            audit = guard.audit(shrink(image, pixels)[None], 0.0, record)[0]
-            found = guard.note(audit, "output", record) or found
-    guard.final.audits.append(record.audits[-1])
-    return found
+@dataclass(frozen=True)
+class Flagged:
+    """A finished picture that is still flagged."""
+
+    context: StepContext
+    image: Float[Tensor, "3 h w"]
+    audit: Audit
+    finding: Finding
+    earlier: Repair | None = None
+    """A repair that is in the image already: its mask belongs to whatever comes of it."""
 
 
-def last_resort(
-    guard: ImageGuard,
-    image: Float[Tensor, "3 h w"],
-    audit: Audit,
-    finding: Finding,
-    draft: Draft | None,
-    record: StepRecord,
-    before: Float[Tensor, "h w"] | None = None,
-) -> Outcome:
-    """Walk the policy's ladder; each rung's picture must pass the verdict or the next rung is tried.
-
-    `before` is where the image was repaired already: it belongs to whatever comes of it.
-    """
-    for rung in guard.parts.policy.last_resort:
+def last_resort(flagged: Flagged, decision: Decision) -> Decision:
+    """Walk the policy's ladder; each rung's picture must pass the verdict, or the next rung is tried."""
+    for rung in flagged.context.parts.policy.last_resort:
         if rung == "block":
-            guard.final.ladder.append({"rung": rung, "outcome": "blocked"})
-            return Outcome("blocked")
+            return replace(decision, status=Status.BLOCKED, ladder=tried(decision, rung, "blocked"))
         if rung == "keep":
-            guard.final.ladder.append({"rung": rung, "outcome": "released although flagged"})
-            return Outcome("released_flagged")
-        won = (
-            strong_repair(guard, image, audit, finding, draft, record)
-            if rung == "strong_repair"
-            else regional_blur(guard, image, audit, finding)
-        )
+            return replace(decision, ladder=tried(decision, rung, "released although flagged"))
+        won = strong_repair(flagged) if rung == "strong_repair" else regional_blur(flagged)
         if won is None:
-            guard.final.ladder.append({"rung": rung, "outcome": "no candidate accepted"})
+            decision = replace(decision, ladder=tried(decision, rung, "no candidate accepted"))
             continue
-        if verdict(guard, won.view, record) is None:
-            guard.final.ladder.append({"rung": rung, "outcome": "passed"})
-            whole = won if before is None else Won(won.view, torch.maximum(won.mask, before), won.audit)
-            return accepted(guard, "repaired" if rung == "strong_repair" else "blurred", whole, record)
-        guard.final.ladder.append({"rung": rung, "outcome": "still flagged"})
-    return Outcome("blocked")
+        found, record = look_twice(flagged.context, won.view)
+        decision = replace(decision, audits=(*decision.audits, record))
+        if found is None:
+            status = Status.REPAIRED if rung == "strong_repair" else Status.BLURRED
+            ladder = tried(decision, rung, "passed")
+            whole = won.after(flagged.earlier)
+            return replace(decision, status=status, verdict="benign", repair=whole, ladder=ladder)
+        decision = replace(decision, ladder=tried(decision, rung, "still flagged"))
+    return replace(decision, status=Status.BLOCKED)
 
 
-def strong_repair(
-    guard: ImageGuard,
-    image: Float[Tensor, "3 h w"],
-    audit: Audit,
-    finding: Finding,
-    draft: Draft | None,
-    record: StepRecord,
-) -> Won | None:
+def tried(decision: Decision, rung: str, outcome: str) -> tuple[JsonDict, ...]:
+    return (*decision.ladder, {"rung": rung, "outcome": outcome})
+
+
+def strong_repair(flagged: Flagged) -> Repair | None:
     """One more round with wide masks, full depth and more candidates, under its own F gate."""
-    if draft is None:
-        return None
-    parts, config = guard.parts, guard.parts.config
-    f_gate = config.f_gate if config.last_f_gate == "same" else config.last_f_gate
-    guard.parts = replace(parts, config=replace(config, f_gate=f_gate))
-    try:
-        return guard.repair(
-            draft, PixelViews(image), audit, finding, record, StrongProposer(), config.strong_candidates
-        )
-    finally:
-        guard.parts = parts
+    config = flagged.context.parts.config
+    f_gate = None if config.last_f_gate == "same" else config.last_f_gate
+    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate)
+    context = replace(flagged.context, views=PixelViews(flagged.image))
+    return repair(context, flagged.audit, flagged.finding, plan).repair
 
 
-def regional_blur(guard: ImageGuard, image: Float[Tensor, "3 h w"], audit: Audit, finding: Finding) -> Won | None:
-    """Blur what the heat map shows, widely; the whole picture when it shows nothing."""
+def regional_blur(flagged: Flagged) -> Repair:
+    """Blur what the heat map shows, with a wide margin; the whole picture when it shows nothing."""
+    image = flagged.image
+    regions = unsafe_regions(flagged.context, flagged.audit, flagged.finding, image)
     h, w = int(image.shape[-2]), int(image.shape[-1])
-    regions = guard.regions(audit, finding, image)
     mask = soft_mask(union(regions).mask, 1.0, 0.5) if regions else torch.ones(h, w)
-    return Won(torch.lerp(image, coarse(image, BLUR_CELLS), mask), mask, audit)
-
-
-def coarse(image: Float[Tensor, "3 h w"], cells: int) -> Float[Tensor, "3 h w"]:
-    """The image reduced to a few cells and smoothly enlarged again."""
-    h, w = int(image.shape[-2]), int(image.shape[-1])
-    scale = min(1.0, cells / min(h, w))
-    small = F.interpolate(image[None], size=(max(1, round(h * scale)), max(1, round(w * scale))), mode="area")
-    return F.interpolate(small, size=(h, w), mode="bilinear", align_corners=False)[0]
-
-
-def to_pil(image: Float[Tensor, "3 h w"]) -> Image.Image:
-    array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    return Image.fromarray(array)
-
-
-def from_pil(image: Image.Image) -> Float[Tensor, "3 h w"]:
-    """Any PIL image as RGB in [0, 1]; transparency over white."""
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
-    array = np.asarray(image.convert("RGB"), dtype=np.float32)
-    return torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
-
-
-def blurred_thumbnail(image: Float[Tensor, "3 h w"], side: int = 96) -> Image.Image:
-    """Small and blurred beyond recognition: safe to show to anyone."""
-    return to_pil(coarse(shrink(image.cpu(), side), THUMBNAIL_CELLS))
-
-
-def placeholder(width: int, height: int) -> Image.Image:
-    """What a blocked slot holds: a plain card that says so."""
-    card = Image.new("RGB", (width, height), (236, 236, 232))
-    draw = ImageDraw.Draw(card)
-    text = "image withheld"
-    left, top, right, bottom = draw.textbbox((0, 0), text)
-    if right - left < width and bottom - top < height:
-        draw.text(((width - right + left) / 2, (height - bottom + top) / 2), text, fill=(120, 120, 116))
-    return card
+    return Repair(torch.lerp(image, coarse(image, BLUR_CELLS), mask), mask, flagged.audit)

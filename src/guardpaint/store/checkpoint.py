@@ -131,3 +131,8 @@ def fingerprint(module: nn.Module) -> str:
 def short_hash(*values: Any) -> str:
     """Twelve hex digits over any JSON-like values; others count by their text."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def sha256_hex(value: str | bytes) -> str:
+    """SHA-256 in hex, of bytes or of a text's UTF-8 (lone surrogates included)."""
+    return hashlib.sha256(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value).hexdigest()

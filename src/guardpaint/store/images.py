@@ -66,3 +66,18 @@ def save_image(image: Image.Image, path: str | Path) -> None:
 def as_pixels(images: Sequence[UInt8[np.ndarray, "h w 3"]]) -> Float[Tensor, "b 3 h w"]:
     """Pictures of one size as pixels in [0, 1]."""
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+
+
+def to_pil(image: Float[Tensor, "3 h w"]) -> Image.Image:
+    """RGB in [0, 1] as a PIL image."""
+    array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(array)
+
+
+def from_pil(image: Image.Image) -> Float[Tensor, "3 h w"]:
+    """Any PIL image as RGB in [0, 1]; transparency is laid over white."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
+    array = np.asarray(image.convert("RGB"), dtype=np.float32)
+    return torch.from_numpy(array.copy()).permute(2, 0, 1) / 255

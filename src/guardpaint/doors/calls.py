@@ -1,0 +1,59 @@
+"""What the doors read from a pipeline call: the text and the seed of each image; and the output they hand back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from guardpaint.loop.report import GuardReport, Status
+
+
+def image_prompts(arguments: dict[str, Any], safety_prompt: Any) -> list[str] | None:
+    """The text of each image, from the call's prompts (all encoders') or safety_prompt; None if unknown."""
+    per_prompt = int(arguments.get("num_images_per_prompt") or 1)
+    if safety_prompt is not None:
+        texts = [safety_prompt] if isinstance(safety_prompt, str) else list(safety_prompt)
+        embeds = arguments.get("prompt_embeds")
+        if len(texts) == 1 and embeds is not None:
+            texts = texts * len(embeds)
+    else:
+        columns = []
+        for name in ("prompt", "prompt_2", "prompt_3"):
+            value = arguments.get(name)
+            if value is not None:
+                columns.append([value] if isinstance(value, str) else list(value))
+        if not columns:
+            return None
+        rows = max(map(len, columns))
+        texts = [" ".join(dict.fromkeys(c[i % len(c)] for c in columns)) for i in range(rows)]
+    return [t for t in texts for _ in range(per_prompt)]
+
+
+def seed_rule(generator: Any, fallback: int) -> Callable[[int, int], tuple[int, int]]:
+    """Request seed per image from the caller's generators, read without drawing from them."""
+    if isinstance(generator, Sequence) and len(generator) > 1:
+        seeds = [g.initial_seed() for g in generator]
+        return lambda image, batch: (seeds[image % len(seeds)], image // len(seeds))
+    if isinstance(generator, Sequence) and generator:
+        generator = generator[0]
+    seed = generator.initial_seed() if isinstance(generator, torch.Generator) else fallback
+    return lambda image, batch: (seed, image)
+
+
+def finished_output(out: Any, images: Any, reports: list[GuardReport]) -> Any:
+    """The pipeline's output, object or tuple, with guarded images and flags (and, in the object, the reports)."""
+    if isinstance(out, tuple):
+        return (images, nsfw_flags(reports, out[1]), *out[2:]) if len(out) > 1 else (images,)
+    previous = out.get("nsfw_content_detected")
+    out.images = images
+    out.nsfw_content_detected = nsfw_flags(reports, previous)
+    out.safety = reports
+    return out
+
+
+def nsfw_flags(reports: Sequence[GuardReport], previous: Sequence[bool] | None) -> list[bool]:
+    """diffusers' flag: this slot was withheld, or released although flagged."""
+    mine = [r.status in (Status.BLOCKED, Status.RELEASED_FLAGGED) for r in reports]
+    return mine if previous is None else [a or bool(b) for a, b in zip(mine, previous, strict=True)]

@@ -1,0 +1,247 @@
+"""The end of a guarded call: a decision per image, the report, and what the caller gets in the type she asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.config import audited_steps
+from guardpaint.draft.codec import vae_decode
+from guardpaint.draft.views import PixelViews
+from guardpaint.errors import BadInput, NotFinite
+from guardpaint.loop.call import GuardedCall, ImageState
+from guardpaint.loop.pictures import placeholder
+from guardpaint.loop.report import GuardReport, Status
+from guardpaint.loop.step import StepContext, edit_of
+from guardpaint.loop.verdict import Decision, conclude, failed, look_twice, tried
+from guardpaint.reinsert.rules import x0_substitution
+from guardpaint.store.checkpoint import sha256_hex
+from guardpaint.store.images import from_pil, to_pil
+from guardpaint.types import Draft, JsonDict
+from guardpaint.verify.parts import Parts
+
+
+@torch.no_grad()
+def release(call: GuardedCall, images: Any, output_type: str) -> tuple[Any, list[GuardReport]]:
+    """Final verdict per image; returns what the caller may have, and the reports."""
+    config, count = call.setup.parts.config, len(images)
+    call.ensure(count)
+    if config.mode == "off":
+        return images, reports(call, [Decision(Status.UNGUARDED)] * count)
+    drafts: Sequence[Draft | None] = [None] * count
+    try:
+        drafts = call.drafts(call.state.index - 1) if call.state.last is not None else drafts
+    except Exception as error:
+        call.fail(error, range(count))
+    decisions = [decide(call, images, i, output_type, drafts[i]) for i in range(count)]
+    written = reports(call, decisions)
+    if call.setup.write_log is not None:
+        try:
+            call.setup.write_log([r.to_dict() for r in written])
+        except Exception as error:
+            call.fail(error, range(count))
+            decisions = [failed(config.mode)] * count
+            written = reports(call, decisions)
+    return handed_out(images, decisions, output_type), written
+
+
+def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None) -> Decision:
+    """The decision about one image, written into its record; whatever breaks, it fails closed."""
+    setup, state = call.setup, call.state
+    image, config = state.images[i], setup.parts.config
+    try:
+        if i in state.unfinite or (draft is not None and not finite(draft)):
+            raise NotFinite("the final image or its latent holds NaN or infinity")
+        if image.errors:
+            return failed(config.mode)
+        picture = picture_of(call, images, i, output_type, draft)
+        due = draft is not None and draft.step in audited_steps(draft.steps, config)
+        if due and draft is not None:
+            state.audited.add(draft.step)
+        context = call.context(i, draft, PixelViews(picture))
+        decision = conclude(context, picture, image.edited, repair_here=due and setup.door == "attach")
+        if output_type == "latent":
+            decision = as_latent(call, images, i, context, decision)
+        image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
+        if decision.repair is not None and decision.status.released:
+            context.writer.composed()
+        return decision
+    except Exception as error:
+        call.fail(error, [i])
+        return failed(config.mode)
+
+
+def finite(draft: Draft) -> bool:
+    return bool(torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())
+
+
+def picture_of(
+    call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None
+) -> Float[Tensor, "3 h w"]:
+    """One output image as fp32 RGB in [0, 1]."""
+    if output_type == "pil":
+        return from_pil(images[i])
+    if output_type == "np":
+        return torch.from_numpy(np.asarray(images[i], dtype=np.float32)).permute(2, 0, 1)
+    if output_type == "pt":
+        return images[i].detach().float().cpu()
+    if output_type != "latent":
+        raise BadInput(f"output_type={output_type!r}: the guard knows pil, np, pt and latent")
+    clean = clean_latent(call, spatial(call, images, i), draft)
+    return vae_decode(call.setup.vae, clean[None], call.setup.pipe._execution_device)[0].cpu()
+
+
+def spatial(call: GuardedCall, images: Tensor, i: int) -> Float[Tensor, "c h w"]:
+    """One latent of the output, as the caller will get it."""
+    family = call.setup.family
+    return family.unpack(images[i : i + 1].float(), family.geometry(images, call.state.calls))[0]
+
+
+def clean_latent(call: GuardedCall, z: Float[Tensor, "c h w"], draft: Draft | None) -> Float[Tensor, "c h w"]:
+    """The clean estimate behind a latent that was handed out before the end (SDXL's denoising_end)."""
+    if draft is None or draft.after.noise <= 0:
+        return z
+    note = "the generation stops early: the verdict is on the clean estimate of a noisy latent"
+    if note not in call.state.notes:
+        call.state.notes.append(note)
+    return (z - draft.after.sigma * draft.eps) / draft.after.signal
+
+
+def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, decision: Decision) -> Decision:
+    """The changed picture as a latent. It must still be benign after the VAE's round trip; if it is not, the decision
+    before it stands, and without one the image is blocked."""
+    if decision.repair is None:
+        return decision
+    draft = context.draft
+    if draft is None:
+        return replace(decision, status=Status.BLOCKED, repair=None)
+    changed = x0_substitution(spatial(call, images, i), edit_of(decision.repair, draft), draft.after, draft.eps)
+    clean = clean_latent(call, changed, draft)
+    found, record = look_twice(context, draft.base.decode(clean).cpu())
+    if found is None:
+        latent = call.packed(changed).to(images.dtype)
+        return replace(decision, latent=latent, audits=(*decision.audits, record))
+    if decision.otherwise is not None:
+        return as_latent(call, images, i, context, decision.otherwise)
+    ladder = tried(decision, "latent", "flagged after the VAE round trip")
+    return replace(decision, status=Status.BLOCKED, verdict="flagged", repair=None, ladder=ladder)
+
+
+def handed_out(images: Any, decisions: Sequence[Decision], output_type: str) -> Any:
+    """The caller's images with changed ones replaced and blocked slots emptied; untouched ones as they came."""
+    if all(d.status is not Status.BLOCKED and d.repair is None for d in decisions):
+        return images
+    if output_type == "pil":
+        return [shown(image, d) for image, d in zip(images, decisions, strict=True)]
+    result = images.copy() if isinstance(images, np.ndarray) else images.clone()
+    for i, d in enumerate(decisions):
+        if d.status is Status.BLOCKED:
+            result[i] = 0
+        elif d.latent is not None:
+            result[i] = d.latent
+        elif d.repair is not None and output_type == "np":
+            result[i] = d.repair.view.permute(1, 2, 0).numpy()
+        elif d.repair is not None:
+            result[i] = d.repair.view.to(result.dtype)
+    return result
+
+
+def shown(image: Any, decision: Decision) -> Any:
+    """A PIL slot of the output."""
+    if decision.status is Status.BLOCKED:
+        return placeholder(*image.size)
+    return image if decision.repair is None else to_pil(decision.repair.view)
+
+
+# Reports -----------------------------------------------------------------------------------------------------
+
+
+def unfinished_reports(call: GuardedCall) -> list[GuardReport]:
+    """The reports of a call that has no final verdict (yet)."""
+    return reports(call, [Decision(Status.UNFINISHED)] * len(call.state.images))
+
+
+def reports(call: GuardedCall, decisions: Sequence[Decision]) -> list[GuardReport]:
+    names = call.setup.request_id, type(call.setup.pipe).__name__, call.setup.family.name
+    seconds = time.perf_counter() - call.state.started
+    settings, parts = effective_settings(call), call.setup.parts
+    return [
+        report_of(parts, names, i, image, decision.status, settings, seconds)
+        for i, (image, decision) in enumerate(zip(call.state.images, decisions, strict=True))
+    ]
+
+
+def report_of(
+    parts: Parts,
+    names: tuple[str, str, str],
+    number: int,
+    image: ImageState,
+    status: Status,
+    settings: JsonDict,
+    seconds: float,
+) -> GuardReport:
+    """One image's report; `names` are the request's id, the pipeline and its family."""
+    return GuardReport(
+        request_id=names[0],
+        image=number,
+        status=status,
+        mode=parts.config.mode,
+        pipeline=names[1],
+        family=names[2],
+        seed=image.seed,
+        prompt_sha256=None if image.prompt is None else sha256_hex(image.prompt),
+        prompt=image.prompt if parts.config.log_prompts else None,
+        steps=image.recorder.steps,
+        final=image.recorder.final,
+        effective_settings=settings,
+        errors=image.errors,
+        seconds=seconds,
+        evidence=image.recorder.evidence,
+    )
+
+
+def effective_settings(call: GuardedCall) -> JsonDict:
+    """What ran, on which steps, and what was skipped and why."""
+    setup, state = call.setup, call.state
+    parts = setup.parts
+    skipped = [{"what": "guard", "why": note} for note in state.notes]
+    if parts.config.mode != "enforce":
+        skipped.append({"what": "repair", "why": f"mode is {parts.config.mode}"})
+    if state.prompts is None:
+        skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
+    if not any(image.recorder.final.verdict != "none" for image in state.images) and parts.config.mode != "off":
+        broke = all(image.errors for image in state.images)
+        why = "an error came first" if broke else "guard.finish(out) was not called"
+        skipped.append({"what": "final verdict", "why": f"no final verdict: {why}"})
+    return {
+        **components(parts),
+        "on_error": parts.config.on_error,
+        "view_decoder": "full" if setup.tiny is None or parts.config.view_decoder == "full" else "tiny",
+        "scheduler": type(setup.pipe.scheduler).__name__,
+        "executed_steps": state.index,
+        "audited_steps": sorted(state.audited),
+        "door": setup.door,
+        "weights": setup.weights,
+        "skipped": skipped,
+    }
+
+
+def components(parts: Parts) -> JsonDict:
+    """The part of the effective settings that names rules and components."""
+    return {
+        "mode": parts.config.mode,
+        "policy": parts.policy.name,
+        "policy_sha256": parts.policy.digest(),
+        "trigger": parts.policy.trigger,
+        "auditor": type(parts.auditor).__name__,
+        "repairer": parts.repairer.name,
+        "proposer": parts.proposer.name,
+        "seam": parts.seam.name,
+    }

@@ -1,0 +1,69 @@
+"""What a guard is made of, and one checked pass of its auditor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from guardpaint.config import GuardConfig
+from guardpaint.errors import BadInput, NotFinite
+from guardpaint.policy import Finding, Policy
+from guardpaint.repair.ranker import Ranker
+from guardpaint.types import Audit, Auditor, Proposer, Repairer, SeamMetric
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a guard is made of."""
+
+    auditor: Auditor
+    repairer: Repairer
+    proposer: Proposer
+    seam: SeamMetric
+    policy: Policy
+    config: GuardConfig
+    ranker: Ranker | None = None
+    """Prunes candidates after a preview when `config.keep` asks for it."""
+    observer: Callable[[Any], None] | None = None
+    """Is given every `Tournament` before it is played; what it raises fails the image closed."""
+
+    def audit(
+        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
+    ) -> list[Audit]:
+        """One auditor pass. A score that is missing or not a number is an error, never a pass."""
+        audits = self.auditor.audit(images, prompts, noise)
+        for audit in audits:
+            check_audit(audit, self.policy.names)
+        return audits
+
+    def finding(self, audit: Audit, progress: float) -> Finding | None:
+        """What the policy and the calibration for this progress make of an audit."""
+        calibration = self.config.calibration
+        return self.policy.finding(audit, None if calibration is None else calibration.at(progress).thresholds)
+
+    def first_size(self, progress: float) -> int:
+        """Pixels of the pass that every audited step makes."""
+        coarse, fine = self.auditor.sizes
+        if self.config.resolution == "paper":
+            return fine if progress >= 0.65 else coarse
+        return fine if self.config.resolution == "fine" else coarse
+
+    @property
+    def fine_size(self) -> int:
+        """Pixels of the pass that confirms a trigger and shows where."""
+        return self.auditor.sizes[1]
+
+
+def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:
+    """A score that is missing or not a number is an error, never a pass."""
+    if set(audit.probs) != set(categories):
+        raise BadInput(f"the auditor scored {sorted(audit.probs)}, the policy names {sorted(categories)}")
+    numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
+    bad = [x for x in numbers if not (x == x and abs(x) != float("inf"))]
+    if bad or not torch.isfinite(audit.adv_map).all():
+        raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")
