@@ -7,7 +7,6 @@ guardpaint data calibrate corpora/paper --reference reference.csv
 from __future__ import annotations
 
 import csv
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +14,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from guardpaint.data.labelers import Captioner, Labeler
 from guardpaint.data.questions import Answer
 from guardpaint.data.store import Corpus, Example
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import sha256_hex
+from guardpaint.store.progress import bar
 
 CAPTIONS = "captions.jsonl"
 
 
 def label_file(labeler: str, question: str) -> str:
     """One file per labeler and question: a changed policy or style asks anew, an unchanged one goes on."""
-    digest = hashlib.sha256(question.encode()).hexdigest()[:8]
-    return f"labels-{re.sub(r'[^A-Za-z0-9.]+', '-', labeler).strip('-')}-{digest}.jsonl"
+    return f"labels-{re.sub(r'[^A-Za-z0-9.]+', '-', labeler).strip('-')}-{sha256_hex(question)[:8]}.jsonl"
 
 
 def label(
@@ -82,13 +80,10 @@ def work(
     quiet: bool,
 ) -> None:
     """Batches of what is not done, each written before the next is begun."""
-    total = len(corpus.keys())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=quiet) as progress:
-        task = progress.add_task(title, total=total, completed=len(done))
+    with bar(title, len(corpus.keys()), len(done), quiet) as advance:
         for examples in batches((e for e in corpus if e.key not in done), batch):
             corpus.append(name, ask(examples))
-            progress.advance(task, len(examples))
+            advance(len(examples))
 
 
 def batches(items: Iterable[Example], size: int) -> Iterator[list[Example]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from guardpaint.store.checkpoint import write_atomic
 from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import write_atomic
 
 MOST_PIXELS = 64_000_000
 
@@ -58,9 +59,19 @@ def load_bytes(data: bytes, name: str) -> Image.Image:
 
 def save_image(image: Image.Image, path: str | Path) -> None:
     """PNG, whole or not at all."""
+    write_atomic(Path(path), png_bytes(image))
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """The picture as a PNG file in memory."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    write_atomic(Path(path), buffer.getvalue())
+    return buffer.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    """The picture as a PNG inside an address that a page can show without another file."""
+    return "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode()
 
 
 def as_pixels(images: Sequence[UInt8[np.ndarray, "h w 3"]]) -> Float[Tensor, "b 3 h w"]:

@@ -7,7 +7,6 @@ depend on (seed, step) alone, so a resumed run sees exactly what an uninterrupte
 from __future__ import annotations
 
 import csv
-import io
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.store.checkpoint import read_json, write_atomic, write_json
+from guardpaint.store.checkpoint import read_json, write_json, write_tensors
 from guardpaint.store.seeds import derive
 
 
@@ -332,13 +331,6 @@ class Best:
 
     def weights(self, out: Path) -> dict[str, Tensor]:
         return torch.load(out / BEST, weights_only=True)
-
-
-def write_tensors(path: Path, value: Any) -> None:
-    """torch.save, whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    write_atomic(path, buffer.getvalue())
 
 
 class averaged:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadInput
 from guardpaint.repair.ranker import Ranker, RankerConfig
-from guardpaint.train.rollouts import read_rollouts
 from guardpaint.store.seeds import derive
 from guardpaint.train import proposer_loss as L
 from guardpaint.train.engine import Run, finished, fit, load_config, write_card
+from guardpaint.train.rollouts import read_rollouts
 
 
 @dataclass(frozen=True)

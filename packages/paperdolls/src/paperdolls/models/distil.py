@@ -20,9 +20,9 @@ from guardpaint.draft.conditioning import guided
 from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import fingerprint as weights_of
-from guardpaint.store.checkpoint import read_json
+from guardpaint.store.checkpoint import read_json, write_tensors
 from guardpaint.store.images import save_image
-from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card, write_tensors
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from paperdolls.captions import caption
 from paperdolls.models.generator import sample_sheet
 from paperdolls.models.teachers import Text, sd3_velocity

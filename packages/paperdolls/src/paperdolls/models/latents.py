@@ -13,7 +13,7 @@ from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
-from guardpaint.train.engine import write_tensors
+from guardpaint.store.checkpoint import write_tensors
 from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 from paperdolls.captions import caption
 from paperdolls.masks import training_mask
