@@ -1,7 +1,7 @@
 """Train the Auditor-Scorer on views of unfinished and finished pictures.
 
-guardpaint train auditor --config configs/train/mini-auditor.yaml --views runs/views --out runs/mini-auditor
-accelerate launch --cpu --num_processes 2 -m guardpaint.cli train auditor …   # the same on several processes
+guardpaint train mini-auditor --set views=runs/views --out runs/mini-auditor
+accelerate launch --cpu --num_processes 2 -m guardpaint.cli train mini-auditor …   # the same on several processes
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from guardpaint.store.checkpoint import read_json
 from guardpaint.testbed import AuditorLessons, need, open_testbed
 from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
 from guardpaint.train.auditor_pictures import FULL_ARTEFACT, composites, disturbed, flipped
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 
 VALIDATION = 1500
 """Views that a validation looks at."""
@@ -277,12 +277,12 @@ def run(
     """Open the views of a folder with the lessons they belong to, and train."""
     recipe, config = load_config(config_file, AuditorRecipe)
     policy = policy or Policy.default()
-    fitted = train(Training(recipe, config, policy, warm), open_data(views_dir, recipe), out, minutes, quiet)
+    sitting = Run(config_file, out, minutes, quiet)
+    fitted = train(Training(recipe, config, policy, warm), open_data(views_dir, recipe), sitting)
     if fitted is None:
         return
-    command = f"guardpaint train auditor --config {config_file} --views {views_dir} --out {out}"
-    command += f" --warm {warm}" if warm is not None else ""
-    command += f" --policy POLICY ({policy.name})" if policy.names != Policy.default().names else ""
+    command = sitting.command("auditor", views=views_dir, warm=warm)
+    command += f" --set policy=POLICY ({policy.name})" if policy.names != Policy.default().names else ""
     best = read_json(out / "best.json") if (out / "best.json").exists() else None
     parameters = sum(p.numel() for p in fitted.parameters())
     done = finished(out, config)
@@ -302,9 +302,7 @@ class Training:
     """An auditor of the same shape to start from."""
 
 
-def train(
-    training: Training, data: AuditorData, out: Path, minutes: float | None, quiet: bool = False
-) -> AuditorScorer | None:
+def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | None:
     """Train, keep the best checkpoint by macro-F1, calibrate F and save; None if the run is not finished yet."""
     config, policy = training.config, training.policy
     torch.set_num_threads(config.threads)
@@ -316,7 +314,7 @@ def train(
     if data.lessons.names != auditor.categories:
         raise BadInput(
             f"{data.folder} has the categories {', '.join(data.lessons.names)}, the auditor "
-            f"{', '.join(auditor.categories)}: name the policy the views were labelled by with --policy"
+            f"{', '.join(auditor.categories)}: name the policy the views were labelled by with the input `policy`"
         )
     task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
     sampler = Sampler(data.lessons, recipe, auditor, config)
@@ -329,15 +327,15 @@ def train(
         score = macro_f1(said, late.category, len(weights))
         return {"score": score, "accuracy": float((said == late.category).float().mean())}
 
-    fitted = fit(task, sampler.batch, lambda m, b: m(b), config, out, minutes=minutes, validate=validate, quiet=quiet)
+    fitted = fit(task, sampler.batch, lambda m, b: m(b), config, run, validate=validate)
     assert isinstance(fitted, AuditorTask)
-    if finished(out, config) is None:
+    if finished(run.out, config) is None:
         return None
     auditor = fitted.auditor
     found = scored(auditor, late, auditor.sizes[0])
     repaired = matched_repairs(auditor, data.lessons, late, auditor.sizes[0])
     calibrate_faithfulness(auditor, torch.cat([found["matched"], repaired]), found["mismatched"])
-    auditor.save_pretrained(out / "model", torch.float16)
+    auditor.save_pretrained(run.out / "model", torch.float16)
     return auditor
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from guardpaint.data.pairs import Pair, PairStore, leaks
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import write_tensors
-from guardpaint.store.images import as_pixels
 from guardpaint.store.progress import track
+from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 
 
 @dataclass(frozen=True)
@@ -92,30 +91,3 @@ def load_pairs(folder: Path, split: str, vae: Any) -> PairLatents:
         raise BadCheckpoint(f"{path}: encoded by another autoencoder; run `guardpaint data latents` again")
     wide = {torch.float16: torch.float32, torch.int32: torch.int64}
     return PairLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in kept.items()})
-
-
-def fingerprint(vae: Any) -> str:
-    """Which autoencoder made the latents: scale, shift and a digest of what encodes, as precise as it is shipped."""
-    digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
-    for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
-        digest.update(value.half().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
-    """uint8 pictures as channels-last pixels in [−1, 1]."""
-    return (2 * as_pixels(images) - 1).contiguous(memory_format=torch.channels_last)
-
-
-def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
-    """Scaled latents at the posterior's mode, in half precision."""
-    with torch.no_grad():
-        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
-    return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
-
-
-def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:
-    """Padded and cut to the tokenizer's length, as the pipelines do."""
-    return tokenizer(
-        texts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-    ).input_ids

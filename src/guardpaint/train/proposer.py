@@ -1,6 +1,6 @@
 """Train the tournament proposer from stored tournaments (off-line) or by playing new ones (on-line).
 
-guardpaint train proposer --config configs/train/mini-proposer.yaml --rollouts runs/rollouts --out runs/proposer
+guardpaint train mini-proposer --set rollouts=runs/rollouts --out runs/mini-proposer
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from guardpaint.repair.knobs import denormalise
 from guardpaint.repair.proposer import POOL, ProposerConfig, TournamentProposer
 from guardpaint.store.seeds import derive, generator
 from guardpaint.train import proposer_loss as L
-from guardpaint.train.engine import finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, finished, fit, load_config, write_card
 from guardpaint.train.rollouts import State, load_states, null_change, read_rollouts, tournament_of
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.utility import gate_rules, utility
@@ -212,14 +212,14 @@ def run(
         assert isinstance(net, TournamentProposer)
         return averaged([tournament_loss(net, t, shape.bonus, L.Weights(**shape.weights)) for t in batch])
 
-    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    sitting = Run(config_file, out, minutes, quiet)
+    fitted = fit(model, batches, losses, config, sitting)
     assert isinstance(fitted, TournamentProposer)
     done = finished(out, config)
     if done is None:
         return
     fitted.save_pretrained(out / "model", torch.float16)
-    command = f"guardpaint train proposer --config {config_file} --rollouts {rollouts} --out {out}"
-    command += f" --guard {guard}" if guard else ""
+    command = sitting.command("proposer", rollouts=rollouts, guard=guard)
     count = sum(p.numel() for p in fitted.parameters())
     write_card(out, command, done, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
     print(f"saved to {out / 'model'}; {last_values(out)}")

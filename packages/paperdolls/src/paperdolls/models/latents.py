@@ -14,7 +14,7 @@ from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import write_tensors
-from guardpaint.train.pair_latents import encoded, fingerprint, pixels_of, tokenise
+from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 from paperdolls.captions import caption
 from paperdolls.masks import training_mask
 from paperdolls.render import render
@@ -41,19 +41,24 @@ class SceneLatents:
         return len(self.latents)
 
 
+@dataclass(frozen=True)
+class SceneRange:
+    """Which scenes to encode, and how much of each."""
+
+    first: int
+    """Seed of the first scene."""
+    count: int
+    captions: int = 1
+    """Captions per scene."""
+    masks: int = 0
+    """Training masks per scene; 0 for models that fill none."""
+
+
 def encode_scenes(
-    vae: Any,
-    tokenizer: Any,
-    first: int,
-    count: int,
-    captions: int,
-    cache: Path,
-    *,
-    other_tokenizer: Any = None,
-    masks: int = 0,
-    batch: int = 64,
+    vae: Any, tokenizer: Any, wanted: SceneRange, cache: Path, *, other_tokenizer: Any = None, batch: int = 64
 ) -> SceneLatents:
     """Render, encode and tokenise scenes; a finished cache of the same request is reused."""
+    first, count, captions, masks = wanted.first, wanted.count, wanted.captions, wanted.masks
     key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
     lengths = [(len(t), t.model_max_length) for t in (tokenizer, other_tokenizer) if t is not None]
     key |= {"vae": fingerprint(vae), "texts": lengths}

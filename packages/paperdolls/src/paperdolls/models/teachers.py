@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guardpaint.draft import flux
 from guardpaint.draft.conditioning import guided
-from paperdolls.models.latents import tokenise
+from guardpaint.train.latents import tokenise
 from paperdolls.models.recipe import Batch
 
 Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]
