@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
 from guardpaint.data.lessons import BalancedRows, Lesson, LessonSettings
 from guardpaint.data.views import Shelf, Views
 from guardpaint.errors import BadInput
 from guardpaint.train.auditor_pictures import brush, strength_of
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from paperdolls.captions import WORDS, caption
 from paperdolls.masks import grown
 from paperdolls.render import CODE, render
