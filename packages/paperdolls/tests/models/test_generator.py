@@ -6,15 +6,15 @@ import json
 
 import pytest
 import torch
+from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
+from paperdolls.models.latents import SceneLatents, encode_scenes, fingerprint, tokenise
+from paperdolls.models.recipe import Batch, GeneratorConfig, min_snr_weight
+from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 from torch import nn
 
 from guardpaint.draft import flux
 from guardpaint.errors import BadCheckpoint, BadConfig
-from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
 from guardpaint.train.engine import TrainConfig
-from paperdolls.models.latents import SceneLatents, encode_scenes, fingerprint, tokenise
-from paperdolls.models.recipe import Batch, GeneratorConfig, min_snr_weight
-from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
 FAMILIES = tuple(recipes.RECIPES)
 SMALL = {

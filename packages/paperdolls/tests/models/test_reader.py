@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-
-from guardpaint.errors import BadCheckpoint, BadConfig
+from paperdolls.captions import caption
 from paperdolls.models import reader, recipes
 from paperdolls.models.recipe import GeneratorConfig
-from paperdolls.captions import caption
 from paperdolls.scene import sample_scene
+
+from guardpaint.errors import BadCheckpoint, BadConfig
 
 SHAPE = {
     "family": "flux",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import torch
+from paperdolls.models import tiny_decoder, vae
 
 from guardpaint.draft.codec import vae_decode
-from paperdolls.models import tiny_decoder, vae
 
 
 def test_latents_are_those_of_the_pipelines():
