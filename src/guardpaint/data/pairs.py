@@ -116,14 +116,14 @@ def painter(pipe: Any, steps: int = 30, guidance: float = 7.5) -> Paint:
         size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
         hole = picture_of(mask)
         call = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
-        made = pipe(
+        painted = pipe(
             prompt,
             image=image.resize((size, size)),
             mask_image=hole.resize((size, size)),
             generator=torch.Generator().manual_seed(seed),
             **call,
         ).images[0]
-        return Image.composite(made.resize(image.size), image.convert("RGB"), hole)
+        return Image.composite(painted.resize(image.size), image.convert("RGB"), hole)
 
     return paint
 
@@ -287,18 +287,18 @@ def approve(out: Path, approvals: Path) -> int:
     """Write a person's decisions into the index; unknown keys are named and nothing is written."""
     store = PairStore(out)
     try:
-        said = json.loads(approvals.read_text(encoding="utf-8"))
-        good = isinstance(said, dict) and all(isinstance(v, bool) for v in said.values())
+        decisions = json.loads(approvals.read_text(encoding="utf-8"))
+        good = isinstance(decisions, dict) and all(isinstance(v, bool) for v in decisions.values())
     except (OSError, ValueError) as error:
         raise BadInput(f"{approvals}: cannot be read ({error})") from error
     if not good:
         raise BadInput(f"{approvals}: needs one true or false for each key, as the review page saves it")
     rows = {p.key: p for p in store.rows()}
-    unknown = sorted(set(said) - set(rows))
+    unknown = sorted(set(decisions) - set(rows))
     if unknown:
         raise BadInput(f"{approvals}: no pair {unknown[0]!r} in {out}")
-    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in said.items()])
-    return len(said)
+    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in decisions.items()])
+    return len(decisions)
 
 
 def leaks(store: PairStore, near: int = 2) -> dict[str, list[str]]:
