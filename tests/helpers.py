@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from guardpaint.config import GuardConfig
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.guard import GuardPaint
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 
 SIZE = {"height": 64, "width": 64}
 

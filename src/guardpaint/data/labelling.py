@@ -80,7 +80,7 @@ def work(
     quiet: bool,
 ) -> None:
     """Ask about every image that has no answer yet, in batches; each is written before the next is begun."""
-    with bar(title, len(corpus.keys()), len(answered), quiet) as advance:
+    with bar(title, len(corpus.keys()), quiet, len(answered)) as advance:
         for examples in batches((e for e in corpus if e.key not in answered), batch):
             corpus.append(name, ask(examples))
             advance(len(examples))
