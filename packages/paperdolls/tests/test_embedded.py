@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from paperdolls import bases
 
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.config import Band, Calibration, GuardConfig
@@ -14,6 +13,7 @@ from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.store.images import from_pil
+from paperdolls import bases
 
 BENIGN = ("a person in a blue coat on the beach", "a statue in the museum", "a woman in a red dress in the forest")
 UNSAFE = ("a person without clothes on the beach", "a man in a green shirt covered in blood on the street")

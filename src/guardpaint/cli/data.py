@@ -16,6 +16,10 @@ LabelerOption = Annotated[
         help="vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL."
     ),
 ]
+TestbedOption = Annotated[
+    str | None, typer.Option("--testbed", help="Testbed whose pictures to use: a name or a YAML file.")
+]
+TinyOption = Annotated[Path | None, typer.Option(help="Tiny decoder: half of the views go through it.")]
 PolicyOption = Annotated[Path | None, typer.Option(help="Policy file; default: the embedded one.")]
 
 
@@ -23,6 +27,15 @@ def load_policy(path: Path | None) -> Any:
     from guardpaint.policy import Policy
 
     return Policy.load(path) if path is not None else Policy.default()
+
+
+def load_decoder(path: Path | None) -> Any:
+    """A tiny decoder, if one is named."""
+    if path is None:
+        return None
+    from diffusers import AutoencoderTiny
+
+    return AutoencoderTiny.from_pretrained(path).float().eval()
 
 
 @app.command()
@@ -37,13 +50,15 @@ def ingest(
     from guardpaint.data.sources import load_manifest
     from guardpaint.data.store import Corpus
     from guardpaint.errors import BadInput
+    from guardpaint.testbed import open_dataset
 
     sources = load_manifest(manifest)
     names = [s.name for s in sources]
     unknown = [s for s in source or [] if s not in names]
     if unknown:
         raise BadInput(f"source {unknown[0]!r}: {manifest} has {', '.join(names)}")
-    for name, seen in read([s for s in sources if not source or s.name in source], Corpus(out_dir), limit).items():
+    chosen = [s for s in sources if not source or s.name in source]
+    for name, seen in read(chosen, Corpus(out_dir), limit, open_dataset=open_dataset).items():
         typer.echo(f"{name}: " + ", ".join(f"{n} {what}" for what, n in seen.items()))
 
 
@@ -101,9 +116,9 @@ def calibrate(
     """Find the thresholds that fit hand labels best; writes thresholds.json into the corpus."""
     from dataclasses import asdict
 
-    from guardpaint.store.checkpoint import write_json
     from guardpaint.data import labelling
     from guardpaint.data.store import Corpus
+    from guardpaint.store.checkpoint import write_json
 
     rules = load_policy(policy)
     store = Corpus(corpus)
@@ -138,10 +153,10 @@ def build(
     seed: int = 0,
 ) -> None:
     """Decide labels, drop the dead zone, group near-duplicates, split 70/15/15; writes splits and a dataset card."""
-    from guardpaint.store.checkpoint import read_json
     from guardpaint.data import card
     from guardpaint.data.labelling import Thresholds
     from guardpaint.data.store import Corpus
+    from guardpaint.store.checkpoint import read_json
 
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
     facts = card.build(store, labels, cuts, seed)
@@ -151,7 +166,7 @@ def build(
 
 @app.command()
 def views(
-    base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
+    base: Annotated[str, typer.Argument(help="A base of the testbed, e.g. mini-sd.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views.")],
     split: Annotated[str, typer.Option(help="train, validation, test, calibration or oracle.")] = "train",
     count: Annotated[int, typer.Option(min=0, help="Re-noised scenes, each giving an x̂0 and a stepped view.")] = 4000,
@@ -160,59 +175,54 @@ def views(
     judge: Annotated[
         Path | None, typer.Option(help="Auditor that labels finished trajectories; needed for trajectories.")
     ] = None,
-    tiny: Annotated[Path | None, typer.Option(help="Tiny decoder: half of the views go through it.")] = None,
+    tiny: TinyOption = None,
+    testbed: TestbedOption = None,
 ) -> None:
-    """Views of unfinished pictures with exact ground truth; run again to go on."""
+    """Make views of a testbed's own pictures with exact ground truth; run again to go on."""
     import torch
 
     from guardpaint.audit.model import AuditorScorer
-    from paperdolls import views as drawn
     from guardpaint.errors import BadInput
+    from guardpaint.testbed import AuditorLessons, need, open_testbed
 
+    lessons = need(open_testbed(testbed), AuditorLessons, "data views")
     torch.set_num_threads(1)
     if trajectories and judge is None:
         raise BadInput("trajectories are labelled by an auditor trained on finished pictures: name it with --judge")
-    decoder = None
-    if tiny is not None:
-        from diffusers import AutoencoderTiny
-
-        decoder = AutoencoderTiny.from_pretrained(tiny).float().eval()
-    labels = drawn.audited(AuditorScorer.from_pretrained(judge)) if judge is not None else None
-    typer.echo(str(drawn.make_views(base, decoder, out_dir, split, count, redrawn, trajectories, labels)))
+    counts = {"renoised": count, "redrawn": redrawn, "trajectories": trajectories}
+    auditor = AuditorScorer.from_pretrained(judge) if judge is not None else None
+    typer.echo(str(lessons.make_views(base, out_dir, split, counts, load_decoder(tiny), auditor)))
 
 
 @app.command("corpus-views")
 def corpus_views(
     corpus: Folder,
     base: Annotated[str, typer.Option(help="Base whose unfinished pictures to show: a folder, a hub id, or embedded.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder of views, apart from those of the paper dolls.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder of views, apart from those of testbeds.")],
     split: Annotated[str, typer.Option(help="train, validation, test, or calibration: half of test.")] = "train",
     size: Annotated[int | None, typer.Option(min=16, help="Pixels it draws, square; default: its own size.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps it is called with; default: its own.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Its guidance; default: its own.")] = None,
     pixels: Annotated[int, typer.Option(min=16, help="Pixels of a view: the auditor's larger size.")] = 384,
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
-    tiny: Annotated[Path | None, typer.Option(help="Tiny decoder: half of the views go through it.")] = None,
+    tiny: TinyOption = None,
     policy: PolicyOption = None,
 ) -> None:
     """Views of a corpus that `data build` has split: every picture at a random step of a base; run again to go on."""
-    from guardpaint.cli.generate import load_base
+    from guardpaint.bases import load_base
     from guardpaint.data import corpus_views as make
     from guardpaint.data.store import Corpus
+    from guardpaint.data.views import ViewedBase
 
-    pipe, own = load_base(base)
-    call = make.settings(pipe, own, size, steps, guidance)
-    decoder = None
-    if tiny is not None:
-        from diffusers import AutoencoderTiny
-
-        decoder = AutoencoderTiny.from_pretrained(tiny).eval().to(pipe._execution_device)
+    found = load_base(base)
+    call = make.settings(found.pipe, dict(found.call), size, steps, guidance)
+    decoder = load_decoder(tiny)
+    viewed = ViewedBase(found.pipe, call, None if decoder is None else decoder.to(found.pipe._execution_device))
     where = str(Path(base).resolve()) if Path(base).is_dir() else base
     name = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_")
     store = Corpus(corpus)
-    new = make.make(
-        store, pipe, name, out_dir, split, load_policy(policy), call, decoder, pixels, batch, f"{where} {tiny}"
-    )
+    plan = make.ViewPlan(viewed, name, pixels, batch, f"{where} {tiny}")
+    new = make.make(store, plan, out_dir, split, load_policy(policy))
     typer.echo(f"{new} new files of split {split} in {out_dir}; called with {call}")
     if left := make.without_prompt(store):
         typer.echo(f"{left} pictures of the corpus have no prompt and are left out: `guardpaint data caption`")
@@ -221,29 +231,34 @@ def corpus_views(
 @app.command()
 def pairs(
     out: Annotated[Path, typer.Argument(help="Folder for the pairs; run again to go on.")],
-    split: Annotated[str, typer.Option(help="World: train, validation or test.")] = "train",
-    count: Annotated[int, typer.Option(min=2, help="World: unsafe scenes, half nude, half violent.")] = 2000,
-    safe: Annotated[int, typer.Option(min=0, help="World: ordinary scenes beside them.")] = 1000,
+    split: Annotated[str, typer.Option(help="Testbed: train, validation or test.")] = "train",
+    count: Annotated[int, typer.Option(min=2, help="Testbed: unsafe pictures, the harms in equal parts.")] = 2000,
+    safe: Annotated[int, typer.Option(min=0, help="Testbed: ordinary pictures beside them.")] = 1000,
     auditor: Annotated[Path | None, typer.Option(help="Auditor whose masks to use; without: the true ones.")] = None,
-    corpus: Annotated[Path | None, typer.Option(help="Labelled corpus instead of the world.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Labelled corpus instead of a testbed.")] = None,
     inpainter: Annotated[Path | None, typer.Option(help="Corpus: inpainting pipeline that paints the targets.")] = None,
     rewriter: Annotated[
         str | None, typer.Option(help="Corpus: vlm:MODEL or endpoint:URL#MODEL for safe prompts.")
     ] = None,
     policy: PolicyOption = None,
+    testbed: TestbedOption = None,
 ) -> None:
     """Make pairs for the inpainter: unsafe picture, mask, safe version, unsafe prompt."""
     from guardpaint.audit.model import AuditorScorer
-    from guardpaint.data import pairs as make
     from guardpaint.errors import BadInput
+    from guardpaint.testbed import InpainterLessons, need, open_testbed
 
-    judge = AuditorScorer.from_pretrained(auditor) if auditor else None
     if corpus is None:
-        typer.echo(f"{make.from_world(out, split, count, safe, judge)} new pairs in {out}")
+        lessons = need(open_testbed(testbed), InpainterLessons, "data pairs without --corpus")
+        masks = AuditorScorer.from_pretrained(auditor) if auditor else None
+        typer.echo(f"{lessons.make_pairs(out, split, count, safe, masks)} new pairs in {out}")
         return
-    if judge is None or inpainter is None:
+    from guardpaint.data.pairs import from_labelled
+
+    if auditor is None or inpainter is None:
         raise BadInput("a corpus needs --auditor and --inpainter")
-    found = make.from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter)
+    judge = AuditorScorer.from_pretrained(auditor)
+    found = from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter)
     typer.echo(", ".join(f"{n} {what}" for what, n in found.items()))
 
 
@@ -273,11 +288,11 @@ def latents(
     policy: PolicyOption = None,
 ) -> None:
     """Encode approved pairs of every split once; held-out pairs that training has already are left out."""
+    from guardpaint.bases import load_inpainter
     from guardpaint.data.pairs import PairStore
-    from guardpaint.train.align import open_inpainter
     from guardpaint.train.pair_latents import encode_pairs
 
     store = PairStore(out)
-    pipe = open_inpainter(inpainter)
+    pipe = load_inpainter(inpainter)
     for split in dict.fromkeys(p.split for p in store.rows()):
         typer.echo(str(encode_pairs(store, split, pipe, load_policy(policy))))

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from rich.progress import track
 
-from guardpaint.store.checkpoint import write_atomic
 from guardpaint.data.labelling import CAPTIONS, Thresholds
 from guardpaint.data.splits import counts, group, leaks, perceptual_hash, split
 from guardpaint.data.store import Corpus
 from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.store.images import save_image
+from guardpaint.store.progress import track
 
 SPLITS = "splits.jsonl"
 SHEET = 24
@@ -32,18 +32,18 @@ def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, qu
     captions = {r["key"]: r["prompt"] for r in corpus.lines(CAPTIONS)}
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
-    for e in track(corpus, description="hashing", total=len(corpus.keys()), disable=quiet):
+    for e in track(corpus, "hashing", len(corpus.keys()), quiet):
         if e.key not in answers:
             left_out["not labelled"] += 1
             continue
-        said = thresholds.decide(answers[e.key])
-        if said is None:
+        label = thresholds.decide(answers[e.key])
+        if label is None:
             left_out["unreadable" if answers[e.key] is None else "dead zone"] += 1
             continue
         prompt = e.prompt or captions.get(e.key)
         code = perceptual_hash(e.picture())
         harm = max(answers[e.key][h] for h in thresholds.harms)
-        row = {"key": e.key, "source": e.source, "label": said, "score": harm, "prompt": prompt, "hash": str(code)}
+        row = {"key": e.key, "source": e.source, "label": label, "score": harm, "prompt": prompt, "hash": str(code)}
         rows.append(row)
     if not rows:
         raise BadInput(f"{corpus.root}: nothing left to train on; left out: {dict(left_out)}")

@@ -2,16 +2,15 @@
 
 guardpaint data corpus-views corpora/real --base DIR --split train --out views/real
 
-Where in a picture the harm is, a corpus does not tell: losses on maps pass its unsafe pictures by.
+A corpus does not say where in a picture the harm is, so losses on maps leave its unsafe pictures out.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,28 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import ImageOps
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.data.card import SPLITS
 from guardpaint.data.store import Corpus, Example
-from guardpaint.data.views import Views, as_bytes, clean_pictures, joined, load_views, renoised_pictures, store
+from guardpaint.data.views import (
+    Labelled,
+    ViewedBase,
+    Views,
+    as_bytes,
+    clean_pictures,
+    joined,
+    load_views,
+    renoised_pictures,
+    store,
+)
 from guardpaint.draft.codec import resize
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadInput
-from guardpaint.store.images import as_pixels
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import sha256_hex
+from guardpaint.store.images import as_pixels
+from guardpaint.store.progress import track
 from guardpaint.store.seeds import derive
 from guardpaint.types import SAFE
 
@@ -68,9 +78,9 @@ def without_prompt(corpus: Corpus) -> int:
 def settings(
     pipe: Any, own: dict[str, Any], size: int | None = None, steps: int | None = None, guidance: float | None = None
 ) -> dict[str, Any]:
-    """How the base is called: as told here, else as it was made to be (`own`), else by the pipeline's defaults."""
-    asked = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
-    call = {**own, **{k: v for k, v in asked.items() if v is not None}}
+    """How the base is called: by these options, else by its own settings (`own`), else by the pipeline's defaults."""
+    options = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
+    call = {**own, **{k: v for k, v in options.items() if v is not None}}
     defaults = inspect.signature(type(pipe).__call__).parameters
     for name in ("num_inference_steps", "guidance_scale"):
         call.setdefault(name, defaults[name].default)
@@ -97,39 +107,45 @@ def shards(corpus: Corpus, wanted: dict[str, Any]) -> Iterator[list[Example]]:
         yield part
 
 
-def make(
-    corpus: Corpus,
-    pipe: Any,
-    name: str,
-    out: Path,
-    split: str,
-    policy: Policy,
-    call: dict[str, Any],
-    tiny: Any = None,
-    pixels: int = 384,
-    batch: int = 8,
-    origin: str = "",
-    quiet: bool = False,
-) -> int:
+@dataclass(frozen=True)
+class ViewPlan:
+    """How a corpus is viewed: through which base, and how large."""
+
+    base: ViewedBase
+    name: str
+    """Of the base, in file names."""
+    pixels: int = 384
+    """Size of a view: the auditor's larger one."""
+    batch: int = 8
+    origin: str = ""
+    """Names the base and its decoder."""
+
+    def digest(self) -> str:
+        """Hash of everything that decides the views of a picture."""
+        values = [self.origin, self.base.call, self.pixels, self.base.tiny is not None]
+        return sha256_hex(json.dumps(values, sort_keys=True))
+
+
+def make(corpus: Corpus, plan: ViewPlan, out: Path, split: str, policy: Policy, quiet: bool = False) -> int:
     """Every picture at one random step of the base, and about every fourth finished; returns how many files are new.
 
-    A file that holds just these pictures, labelled as they are now and made in this way, is kept, so a run that was
-    stopped goes on. `origin` names the base and its decoder.
+    A file is kept if it holds just these pictures, labelled as they are now and made in this way, so a run that was
+    stopped goes on where it was.
     """
     wanted = members(corpus, split, policy)
-    origin = hashlib.sha256(json.dumps([origin, call, pixels, tiny is not None], sort_keys=True).encode()).hexdigest()
+    origin = plan.digest()
     out.mkdir(parents=True, exist_ok=True)
     new = 0
     total = -(-len(wanted) // SHARD)
-    for k, part in enumerate(track(shards(corpus, wanted), f"{name} {split}", total, disable=quiet)):
-        path = out / f"{name}-{k:05d}-{split}.pt"
+    for k, part in enumerate(track(shards(corpus, wanted), f"{plan.name} {split}", total, quiet)):
+        path = out / f"{plan.name}-{k:05d}-{split}.pt"
         if path.exists() and holds(path, part, wanted, policy, origin):
             continue
-        some = [part[i : i + batch] for i in range(0, len(part), batch)]
-        made = [views_of(examples, wanted, pipe, call, tiny, policy, pixels) for examples in some]
-        store([replace(v, origin=origin) for v in made], path)
+        some = [part[i : i + plan.batch] for i in range(0, len(part), plan.batch)]
+        parts = [views_of(examples, wanted, plan, policy) for examples in some]
+        store([replace(v, origin=origin) for v in parts], path)
         new += 1
-    for path in sorted(out.glob(f"{name}-*-{split}.pt"))[total:]:  # of a larger split, before it was built anew
+    for path in sorted(out.glob(f"{plan.name}-*-{split}.pt"))[total:]:  # of a larger split, before it was built anew
         path.unlink()
     return new
 
@@ -160,7 +176,7 @@ def kept_apart(folder: Path) -> None:
     seen: dict[int, str] = {}
     for path in sorted(folder.glob("*.pt")):
         split, views = path.stem.rsplit("-", 1)[-1], load_views(path, on_disk=True)
-        for seed in set(views.seeds.tolist()) if views.texts else ():
+        for seed in () if views.world else set(views.seeds.tolist()):
             if seen.setdefault(seed, split) != split:
                 raise BadInput(
                     f"{path}: a picture in it is also in split {seen[seed]}; the corpus was split anew since, so run "
@@ -169,33 +185,26 @@ def kept_apart(folder: Path) -> None:
 
 
 @torch.no_grad()
-def views_of(
-    examples: Sequence[Example],
-    wanted: dict[str, Any],
-    pipe: Any,
-    call: dict[str, Any],
-    tiny: Any,
-    policy: Policy,
-    pixels: int,
-) -> Views:
+def views_of(examples: Sequence[Example], wanted: dict[str, Any], plan: ViewPlan, policy: Policy) -> Views:
     """One batch: unfinished views of all, finished ones of some."""
     rows = {seed_of(e.key): wanted[e.key] for e in examples}
     seeds = list(rows)
-    category = torch.tensor([policy.names.index(rows[s]["label"]) for s in seeds])
-    nowhere = torch.zeros(len(seeds), 1, 1, dtype=torch.bool)
-    images = squares(examples, int(call["height"]))
-    texts = [rows[s]["prompt"] for s in seeds]
-    unfinished = renoised_pictures(pipe, call, tiny, images, nowhere, category, seeds, texts)
+    pictures = Labelled(
+        images=squares(examples, int(plan.base.call["height"])),
+        masks=torch.zeros(len(seeds), 1, 1, dtype=torch.bool),
+        category=torch.tensor([policy.names.index(rows[s]["label"]) for s in seeds]),
+        seeds=seeds,
+        prompts=[rows[s]["prompt"] for s in seeds],
+        names=policy.names,
+    )
+    parts = [renoised_pictures(plan.base, pictures)]
     few = [i for i, s in enumerate(seeds) if s % 4 == 0]
-    plain = torch.tensor([seeds[i] // 4 % 2 == 0 for i in few], dtype=torch.bool)
-    some = images[few], nowhere[few], category[few], [seeds[i] for i in few]
-    done = [clean_pictures(pipe.vae, *some, plain, pipe._execution_device)] if few else []
-    both = joined([unfinished, *done])
-    own = [rows[s] for s in both.seeds.tolist()]
+    if few:
+        plain = torch.tensor([seeds[i] // 4 % 2 == 0 for i in few], dtype=torch.bool)
+        parts.append(clean_pictures(plan.base.pipe.vae, pictures.rows(few), plain, plan.base.device))
+    both = joined(parts)
     return replace(
         both,
-        images=as_bytes(resize(both.images.float() / 255, (pixels, pixels))),
-        texts=tuple(r["prompt"] for r in own),
-        strength=torch.tensor([strength_of(r) for r in own]),
-        names=policy.names,
+        images=as_bytes(resize(both.images.float() / 255, (plan.pixels, plan.pixels))),
+        strength=torch.tensor([strength_of(rows[s]) for s in both.seeds.tolist()]),
     )

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 from PIL import Image
-from rich.progress import track
 
 from guardpaint.audit.regions import mine, union
 from guardpaint.config import GuardConfig
@@ -30,6 +29,8 @@ from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.images import as_pixels, load_image, save_image
 from guardpaint.store.pages import render
+from guardpaint.store.progress import track
+from guardpaint.store.rows import append_rows, read_rows
 from guardpaint.types import SAFE, Auditor
 
 INDEX = "pairs.jsonl"
@@ -62,21 +63,21 @@ class PairStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._rows = Corpus(root)
+        self.index = root / INDEX
 
     def rows(self, split: str | None = None) -> list[Pair]:
         """The last row of every key; `split` picks some."""
-        last = {r["key"]: Pair(**r) for r in self._rows.lines(INDEX)}
+        last = {r["key"]: Pair(**r) for r in read_rows(self.index)}
         found = [p for p in last.values() if split in (None, p.split)]
         if not found:
             raise BadInput(f"{self.root}: no pairs{f' of split {split}' if split else ''}; make them with `data pairs`")
         return found
 
     def keys(self) -> set[str]:
-        return {r["key"] for r in self._rows.lines(INDEX)}
+        return {r["key"] for r in read_rows(self.index)}
 
     def append(self, pairs: list[Pair]) -> None:
-        self._rows.append(INDEX, [asdict(p) for p in pairs])
+        append_rows(self.index, [asdict(p) for p in pairs])
 
     def picture(self, name: str) -> Image.Image:
         return load_image(self.root / name)
@@ -115,65 +116,63 @@ def painter(pipe: Any, steps: int = 30, guidance: float = 7.5) -> Paint:
         size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
         hole = picture_of(mask)
         call = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
-        made = pipe(
+        painted = pipe(
             prompt,
             image=image.resize((size, size)),
             mask_image=hole.resize((size, size)),
             generator=torch.Generator().manual_seed(seed),
             **call,
         ).images[0]
-        return Image.composite(made.resize(image.size), image.convert("RGB"), hole)
+        return Image.composite(painted.resize(image.size), image.convert("RGB"), hole)
 
     return paint
 
 
+@dataclass(frozen=True)
+class PairMaker:
+    """Makes safe versions of unsafe pictures: painted under a safe prompt until the auditor finds nothing."""
+
+    auditor: Auditor
+    paint: Paint
+    policy: Policy
+    rewrite: Callable[[Image.Image, str, str], str | None]
+    """(picture, prompt, harm) → a safe prompt, or None for the policy's own."""
+    tries: int = 4
+
+    def found(self, image: Image.Image, prompt: str) -> Pixels | None:
+        return audited_mask(self.auditor, image, prompt, GuardConfig(), self.policy)
+
+    def painted(self, image: Image.Image, mask: Pixels, safe_prompt: str) -> tuple[Image.Image, bool]:
+        """The last attempt, and whether the auditor passed it."""
+        target = image
+        for attempt in range(self.tries):
+            target = self.paint(image, mask, safe_prompt, attempt)
+            if self.found(target, safe_prompt) is None:
+                return target, True
+        return target, False
+
+
 def from_corpus(
-    out: Path,
-    examples: Iterable[Example],
-    known: Mapping[str, Mapping[str, Any]],
-    auditor: Auditor,
-    paint: Paint,
-    policy: Policy,
-    rewrite: Callable[[Image.Image, str, str], str | None],
-    tries: int = 4,
+    out: Path, examples: Iterable[Example], known: Mapping[str, Mapping[str, Any]], maker: PairMaker
 ) -> dict[str, int]:
-    """Pairs of labelled pictures: painted under a safe prompt until the auditor agrees; a person decides at last.
+    """Pairs of labelled pictures; a person decides about each in the end. Returns counts.
 
     `known` has split, label and prompt of every key.
     """
     store = PairStore(out)
     have = store.keys()
     counts = dict.fromkeys(("made", "no mask", "auditor refused", "safe", "had"), 0)
-    config = GuardConfig()
     for example in examples:
         row = known.get(example.key)
         if row is None:
             continue
-        category, prompt = row["label"], row["prompt"] or ""
         if example.key in have:
             counts["had"] += 1
             continue
-        image = example.picture()
-        if category == SAFE:
-            whole = np.zeros((image.height, image.width), bool)
-            whole[image.height // 4 : -image.height // 4, image.width // 4 : -image.width // 4] = True
-            store.append([corpus_pair(store, example.key, row, prompt, image, image, whole, True, "")])
-            counts["safe"] += 1
-            continue
-        mask = audited_mask(auditor, image, prompt, config, policy)
-        if mask is None:
-            counts["no mask"] += 1
-            continue
-        safe_prompt = rewrite(image, prompt, category) or policy.safe_prompt(category)
-        target, why = image, "the auditor flags every attempt"
-        for attempt in range(tries):
-            target = paint(image, mask, safe_prompt, attempt)
-            if audited_mask(auditor, target, safe_prompt, config, policy) is None:
-                why = ""
-                break
-        approved = False if why else None
-        store.append([corpus_pair(store, example.key, row, safe_prompt, image, target, mask, approved, why)])
-        counts["auditor refused" if why else "made"] += 1
+        pair, what = corpus_pair(store, example, row, maker)
+        if pair is not None:
+            store.append([pair])
+        counts[what] += 1
     return counts
 
 
@@ -181,9 +180,9 @@ def from_labelled(
     out: Path, corpus: Path, auditor: Auditor, inpainter: Path, policy: Policy, rewriter: str | None
 ) -> dict[str, int]:
     """Pairs of a corpus that was labelled and split by `data label` and `data build`."""
+    from guardpaint.bases import load_inpainter
     from guardpaint.data.card import SPLITS
     from guardpaint.data.labelers import Asking, open_labeler
-    from guardpaint.train.align import open_inpainter
 
     store = Corpus(corpus)
     known = {r["key"]: r for r in store.lines(SPLITS)}
@@ -194,34 +193,46 @@ def from_labelled(
     def rewrite(image: Image.Image, prompt: str, harm: str) -> str | None:
         return None if chat is None else chat.rewrite(image, prompt, policy.safe_prompt(harm))
 
-    return from_corpus(out, store, known, auditor, painter(open_inpainter(str(inpainter))), policy, rewrite)
+    maker = PairMaker(auditor, painter(load_inpainter(str(inpainter))), policy, rewrite)
+    return from_corpus(out, store, known, maker)
 
 
 def corpus_pair(
-    store: PairStore,
-    key: str,
-    row: Mapping[str, Any],
-    safe_prompt: str,
-    image: Image.Image,
-    target: Image.Image,
-    mask: Pixels,
-    approved: bool | None,
-    why: str,
-) -> Pair:
-    return Pair(
-        key=key,
+    store: PairStore, example: Example, row: Mapping[str, Any], maker: PairMaker
+) -> tuple[Pair | None, str]:
+    """The pair of one labelled picture and what happened to it; None if the auditor does not see the harm.
+
+    A safe picture is its own target, with a hole in the middle.
+    """
+    image, category, prompt = example.picture(), row["label"], row["prompt"] or ""
+    target, safe_prompt = image, prompt
+    approved: bool | None = True
+    mask: Pixels | None
+    if category == SAFE:
+        mask, what = np.zeros((image.height, image.width), bool), "safe"
+        mask[image.height // 4 : -image.height // 4, image.width // 4 : -image.width // 4] = True
+    else:
+        mask = maker.found(image, prompt)
+        if mask is None:
+            return None, "no mask"
+        safe_prompt = maker.rewrite(image, prompt, category) or maker.policy.safe_prompt(category)
+        target, passed = maker.painted(image, mask, safe_prompt)
+        approved, what = (None, "made") if passed else (False, "auditor refused")
+    pair = Pair(
+        key=example.key,
         split=row["split"],
-        category=row["label"],
-        prompt=row["prompt"] or "",
+        category=category,
+        prompt=prompt,
         safe_prompt=safe_prompt,
-        source=store.save(key, "source", image),
-        target=store.save(key, "target", target),
-        mask=store.save(key, "mask", picture_of(mask)),
+        source=store.save(example.key, "source", image),
+        target=store.save(example.key, "target", target),
+        mask=store.save(example.key, "mask", picture_of(mask)),
         truth=None,
-        mask_from="auditor" if row["label"] != SAFE else "centre",
+        mask_from="centre" if category == SAFE else "auditor",
         approved=approved,
-        why=why,
+        why="the auditor flags every attempt" if approved is False else "",
     )
+    return pair, what
 
 
 def review_page(out: Path) -> Path:
@@ -250,18 +261,18 @@ def approve(out: Path, approvals: Path) -> int:
     """Write a person's decisions into the index; unknown keys are named and nothing is written."""
     store = PairStore(out)
     try:
-        said = json.loads(approvals.read_text(encoding="utf-8"))
-        good = isinstance(said, dict) and all(isinstance(v, bool) for v in said.values())
+        decisions = json.loads(approvals.read_text(encoding="utf-8"))
+        good = isinstance(decisions, dict) and all(isinstance(v, bool) for v in decisions.values())
     except (OSError, ValueError) as error:
         raise BadInput(f"{approvals}: cannot be read ({error})") from error
     if not good:
         raise BadInput(f"{approvals}: needs one true or false for each key, as the review page saves it")
     rows = {p.key: p for p in store.rows()}
-    unknown = sorted(set(said) - set(rows))
+    unknown = sorted(set(decisions) - set(rows))
     if unknown:
         raise BadInput(f"{approvals}: no pair {unknown[0]!r} in {out}")
-    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in said.items()])
-    return len(said)
+    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in decisions.items()])
+    return len(decisions)
 
 
 def leaks(store: PairStore, near: int = 2) -> dict[str, list[str]]:
@@ -269,7 +280,7 @@ def leaks(store: PairStore, near: int = 2) -> dict[str, list[str]]:
     rows = store.rows()
     prints = [
         {"key": p.key, "hash": perceptual_hash(store.picture(p.source)), "prompt": p.prompt}
-        for p in track(rows, description="leakage")
+        for p in track(rows, "leakage")
     ]
     groups = group(prints, near)
     trained = {groups[p.key] for p in rows if p.split == "train"}

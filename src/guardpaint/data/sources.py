@@ -5,19 +5,32 @@ guardpaint data ingest configs/data/paper.yaml --out corpora/paper
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import yaml
 from PIL import Image
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from guardpaint.data.store import SHARD, Corpus, Example, key_of
 from guardpaint.errors import BadConfig, BadInput
+from guardpaint.store.images import png_bytes
+from guardpaint.store.progress import bar
 
+
+@runtime_checkable
+class Rows(Protocol):
+    """A dataset that makes its rows itself, such as a testbed's."""
+
+    def rows(self, split: str, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """Rows of a split after the first `skip`; images are encoded."""
+        ...
+
+
+OpenDataset = Callable[[str | None], Rows]
+"""The dataset of a testbed by its name; None is the default testbed."""
 FORMATS = {"parquet": "parquet", "jsonl": "json", "imagefolder": "imagefolder", "webdataset": "webdataset"}
 
 
@@ -29,7 +42,8 @@ class Source:
     path: str
     """A hub id owner/name, or a local file or folder."""
     format: str = "hub"
-    """hub, parquet, jsonl, imagefolder, webdataset, or world (the paper-doll world; path is the split)."""
+    """hub, parquet, jsonl, imagefolder, webdataset, testbed (path is NAME:SPLIT) or world (the default testbed; path is
+    the split)."""
     split: str = "train"
     config: str | None = None
     image: str = "image"
@@ -44,8 +58,10 @@ class Source:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in ("hub", "world", *FORMATS):
-            raise BadConfig(f"source {self.name}: format={self.format!r}; choose hub, world, {', '.join(FORMATS)}")
+        if self.format not in ("hub", "testbed", "world", *FORMATS):
+            raise BadConfig(f"source {self.name}: format={self.format!r}; choose hub, testbed, {', '.join(FORMATS)}")
+        if self.format == "testbed" and not all(self.path.rpartition(":")):
+            raise BadConfig(f"source {self.name}: path={self.path!r}; a testbed's is NAME:SPLIT")
         if not self.name.replace("-", "").replace("_", "").isalnum():
             raise BadConfig(f"source name {self.name!r}: letters, digits, - and _ only")
 
@@ -65,10 +81,13 @@ def load_manifest(path: Path) -> list[Source]:
     return sources
 
 
-def stream(source: Source, skip: int = 0) -> Iterator[dict[str, Any]]:
+def stream(source: Source, skip: int = 0, open_dataset: OpenDataset | None = None) -> Iterator[dict[str, Any]]:
     """Raw rows from the first not yet read; images stay encoded."""
-    if source.format == "world":
-        yield from world_rows(source, skip)
+    if source.format in ("testbed", "world"):
+        if open_dataset is None:
+            raise BadInput(f"source {source.name}: testbeds cannot be opened here; use `guardpaint data ingest`")
+        name, _, split = source.path.rpartition(":")
+        yield from open_dataset(name or None).rows(split, skip)
         return
     try:
         from datasets import Image as ImageColumn
@@ -104,19 +123,6 @@ def local_files(source: Source) -> str | list[str]:
     return source.path
 
 
-def world_rows(source: Source, skip: int) -> Iterator[dict[str, Any]]:
-    """The paper-doll world as a source like any other."""
-    from paperdolls.dataset import SPLITS, png, record
-
-    if source.path not in SPLITS:
-        raise BadInput(f"source {source.name}: world split {source.path!r}; choose {', '.join(SPLITS)}")
-    i = skip
-    while True:
-        row = record(SPLITS[source.path] + i)
-        yield {source.image: {"bytes": png(row["image"])}, "caption": row["caption"], "category": row["category"]}
-        i += 1
-
-
 def image_bytes(value: Any, source: Source) -> bytes | None:
     """Encoded bytes of whatever a dataset calls an image; nothing if there is none."""
     if isinstance(value, list):
@@ -128,9 +134,7 @@ def image_bytes(value: Any, source: Source) -> bytes | None:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Image.Image):
-        buffer = io.BytesIO()
-        value.convert("RGB").save(buffer, "PNG")
-        return buffer.getvalue()
+        return png_bytes(value.convert("RGB"))
     if isinstance(value, str):
         path = Path(value)
         if not path.is_absolute():
@@ -139,26 +143,30 @@ def image_bytes(value: Any, source: Source) -> bytes | None:
     return None
 
 
-def ingest(sources: list[Source], corpus: Corpus, limit: int | None = None, quiet: bool = False) -> dict[str, Any]:
+def ingest(
+    sources: list[Source],
+    corpus: Corpus,
+    limit: int | None = None,
+    quiet: bool = False,
+    open_dataset: OpenDataset | None = None,
+) -> dict[str, Any]:
     """Read every source into the corpus, going on where an earlier run stopped. Returns counts per source."""
     known = corpus.keys() if corpus.files() else set()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, disable=quiet) as progress:
-        for source in sources:
-            most = min((n for n in (source.limit, limit) if n is not None), default=None)
-            seen = {"read": 0, "kept": 0, "repeated": 0, "broken": 0, **corpus.state().get(source.name, {})}
-            task = progress.add_task(source.name, total=most, completed=seen["read"])
-            batch: list[Example] = []
-            if most is None or seen["read"] < most:
-                for row in stream(source, seen["read"]):
-                    take(row, source, batch, known, seen)
-                    progress.update(task, completed=seen["read"])
-                    if len(batch) >= SHARD:
-                        corpus.add(source.name, batch, seen)
-                        batch = []
-                    if most is not None and seen["read"] >= most:
-                        break
-                corpus.add(source.name, batch, seen)
+    for source in sources:
+        most = min((n for n in (source.limit, limit) if n is not None), default=None)
+        seen = {"read": 0, "kept": 0, "repeated": 0, "broken": 0, **corpus.state().get(source.name, {})}
+        if most is not None and seen["read"] >= most:
+            continue
+        batch: list[Example] = []
+        with bar(source.name, most, quiet, seen["read"]) as advance:
+            left = None if most is None else most - seen["read"]
+            for row in islice(stream(source, seen["read"], open_dataset), left):
+                take(row, source, batch, known, seen)
+                advance(1)
+                if len(batch) >= SHARD:
+                    corpus.add(source.name, batch, seen)
+                    batch = []
+        corpus.add(source.name, batch, seen)
     return corpus.state()
 
 

@@ -8,9 +8,7 @@ OUT/
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import read_json, sha256_hex, write_json
+from guardpaint.store.rows import append_rows, read_rows
 
 SHARD = 500
 MOST_PIXELS = 64_000_000
@@ -49,7 +48,8 @@ class Example:
 
 
 def key_of(image: bytes) -> str:
-    return hashlib.sha256(image).hexdigest()[:16]
+    """Name of an image in a corpus: equal bytes have equal keys."""
+    return sha256_hex(image)[:16]
 
 
 class Corpus:
@@ -101,32 +101,12 @@ class Corpus:
                         yield Example(**row)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """A JSONL file of this corpus; a half-written last line (a crash) is dropped, any other bad line is named."""
-        path = self.root / name
-        if not path.exists():
-            return []
-        rows = []
-        text = path.read_text(encoding="utf-8").split("\n")
-        for number, line in enumerate(text, 1):
-            if not line:
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                if number == len(text):
-                    break
-                raise BadInput(f"{path}:{number}: not JSON ({error})") from error
-        return rows
+        """Rows of a JSONL file of this corpus."""
+        return read_rows(self.root / name)
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines, after mending a last line that a crash cut short."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
-            kept = path.read_bytes()
-            path.write_bytes(kept[: kept.rfind(b"\n") + 1])
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        """Add rows to a JSONL file of this corpus."""
+        append_rows(self.root / name, rows)
 
 
 def schema() -> Any:

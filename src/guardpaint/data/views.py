@@ -1,28 +1,25 @@
-"""What an auditor sees of unfinished pictures: views from the bases, with the ground truth of what they show.
+"""What an auditor sees of unfinished pictures: views made with a base, and the ground truth of what they show.
 
-Most come from one call of the base on a re-noised picture: a paper-doll scene here, a labelled corpus's in
-`corpus_views.py`; `drawn.py` has those that a base drew on, or from nothing.
+Most come from one call of the base on a re-noised picture of a labelled corpus (`corpus_views.py`) or of a testbed that
+draws its own pictures (the capability `AuditorLessons`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
-from paperdolls.captions import caption
-from paperdolls.render import CODE, render
-from paperdolls.scene import Scene, sample_scene
 from torch import Tensor
 
 from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.errors import BadCheckpoint, BadInput
-from guardpaint.store.images import as_pixels
-from guardpaint.train.engine import write_tensors
+from guardpaint.store.checkpoint import write_tensors
+from guardpaint.types import Level
 
 KINDS = (
     "clean",
@@ -34,16 +31,17 @@ KINDS = (
     "redrawn",
     "generated",
 )
-"""clean, redrawn and generated are finished pictures: renders, renders that a base drew anew, and its own."""
+"""Kinds of views. clean, redrawn and generated are finished pictures: originals, originals that a base drew anew, and
+pictures that the base drew from a prompt."""
 
 
 @dataclass(frozen=True)
 class Views:
-    """A set of views with ground truth, of paper-doll scenes or of a corpus."""
+    """A set of views with their labels."""
 
     images: UInt8[Tensor, "n 3 h w"]
     masks: Bool[Tensor, "n u v"]
-    """Unsafe pixels; nothing is known of a corpus's, and they are 1×1."""
+    """Unsafe pixels; they are not known for a corpus, whose masks are 1×1."""
     category: Int[Tensor, " n"]
     noise: Float[Tensor, " n"]
     """Normalised noise of the latent behind the view."""
@@ -51,46 +49,54 @@ class Views:
     kind: Int[Tensor, " n"]
     decoder: Int[Tensor, " n"]
     seeds: Int[Tensor, " n"]
-    texts: tuple[str, ...] = ()
-    """A corpus's prompts; empty: scenes, whose captions are found again by seed."""
+    """Identify the pictures: a scene of `world`, or an image of a corpus."""
+    texts: tuple[str, ...]
+    """The prompt of every view."""
+    names: tuple[str, ...]
+    """What the numbers in `category` mean."""
+    world: str = ""
+    """Name of the testbed whose scenes the seeds identify; empty for a corpus."""
     strength: Float[Tensor, " n"] | None = None
-    """A corpus's: how sure its labeler is of harm. Of scenes the masks tell."""
-    names: tuple[str, ...] = ()
-    """A corpus's: what the numbers in `category` mean."""
+    """How sure a corpus's labeler is of harm. For a testbed's views the masks say how strong it is."""
     origin: str = ""
-    """A corpus's: the base and settings that made them."""
+    """Digest of the base and the settings that a corpus's views were made with."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def prompt(self, row: int) -> str:
-        return self.texts[row] if self.texts else caption(sample_scene(int(self.seeds[row])), 0).text
+        return self.texts[row]
 
-    def rows(self, index: Tensor) -> Views:
-        tensors = {k: getattr(self, k)[index] for k in TENSORS}
-        texts = tuple(self.texts[i] for i in index.tolist()) if self.texts else ()
-        return Views(**tensors, texts=texts, strength=None if self.strength is None else self.strength[index],
-                     names=self.names, origin=self.origin)  # fmt: skip
+    def rows(self, index: Int[Tensor, " m"]) -> Views:
+        """These rows, in this order."""
+        tensors: dict[str, Any] = {k: getattr(self, k)[index] for k in TENSORS}
+        return replace(
+            self,
+            **tensors,
+            texts=tuple(self.texts[i] for i in index.tolist()),
+            strength=None if self.strength is None else self.strength[index],
+        )
 
 
-TENSORS = tuple(f.name for f in fields(Views) if f.name not in ("texts", "strength", "names", "origin"))
+TENSORS = ("images", "masks", "category", "noise", "progress", "kind", "decoder", "seeds")
 
 
 def joined(parts: Sequence[Views]) -> Views:
-    if len({(bool(p.texts), p.names) for p in parts}) > 1:
-        raise BadInput("views of scenes and of corpora, or of corpora with other categories, cannot be mixed")
+    """Several sets as one, in memory. They must come from the same testbed or from corpora with equal categories."""
+    if len({(p.world, p.names) for p in parts}) > 1:
+        raise BadInput("views of different testbeds, of a testbed and a corpus, or of other categories cannot be mixed")
     strengths = [p.strength for p in parts if p.strength is not None]
-    return Views(
-        **{k: torch.cat([getattr(p, k) for p in parts]) for k in TENSORS},
+    tensors: dict[str, Any] = {k: torch.cat([getattr(p, k) for p in parts]) for k in TENSORS}
+    return replace(
+        parts[0],
+        **tensors,
         texts=tuple(t for p in parts for t in p.texts),
         strength=torch.cat(strengths) if strengths else None,
-        names=parts[0].names,
-        origin=parts[0].origin,
     )
 
 
 class Shelf:
-    """Views of many files, left on disk until rows of them are asked for."""
+    """Views of many files that stay on disk until some of their rows are asked for."""
 
     def __init__(self, parts: Sequence[Views]) -> None:
         self.parts = parts
@@ -98,8 +104,7 @@ class Shelf:
             torch.cat([getattr(p, k) for p in parts]) for k in ("category", "progress", "kind")
         )
         self.first = torch.tensor([0, *(len(p) for p in parts)]).cumsum(0)
-        self.texts = parts[0].texts
-        self.names = parts[0].names
+        self.names, self.world = parts[0].names, parts[0].world
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -112,133 +117,144 @@ class Shelf:
         return joined(found).rows(torch.argsort(order))
 
 
-def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[Tensor, "b 64 64"], Int[Tensor, " b"]]:
-    drawn = [render(s) for s in scenes]
-    images = as_pixels([d.image for d in drawn])
-    masks = torch.stack([torch.from_numpy(d.mask) for d in drawn])
-    return images, masks, torch.tensor([CODE[s.category] for s in scenes])
+@dataclass(frozen=True)
+class Labelled:
+    """A batch of finished pictures with their labels: what views are made of."""
+
+    images: Float[Tensor, "b 3 h w"]
+    masks: Bool[Tensor, "b u v"]
+    category: Int[Tensor, " b"]
+    seeds: list[int]
+    prompts: list[str]
+    names: tuple[str, ...]
+    world: str = ""
+
+    def views(
+        self,
+        images: Float[Tensor, "b 3 h w"],
+        kind: str,
+        noise: Float[Tensor, " b"] | None = None,
+        progress: Float[Tensor, " b"] | None = None,
+        small: Bool[Tensor, " b"] | None = None,
+    ) -> Views:
+        """Views of these pictures; without noise and progress they are finished. `small` marks the rows that went
+        through the tiny decoder."""
+        n = len(images)
+        return Views(
+            as_bytes(images),
+            self.masks,
+            self.category,
+            torch.zeros(n) if noise is None else noise,
+            torch.ones(n) if progress is None else progress.clone(),
+            torch.full((n,), KINDS.index(kind)),
+            torch.zeros(n).long() if small is None else small.long(),
+            torch.tensor(self.seeds),
+            tuple(self.prompts),
+            self.names,
+            self.world,
+        )
+
+    def rows(self, index: list[int]) -> Labelled:
+        """These rows, in this order."""
+        return replace(
+            self,
+            images=self.images[index],
+            masks=self.masks[index],
+            category=self.category[index],
+            seeds=[self.seeds[i] for i in index],
+            prompts=[self.prompts[i] for i in index],
+        )
+
+
+@dataclass(frozen=True)
+class ViewedBase:
+    """A base whose unfinished pictures are viewed: its pipeline, call settings and tiny decoder, if it has one."""
+
+    pipe: Any
+    call: dict[str, Any]
+    tiny: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipe._execution_device
+
+    @property
+    def steps(self) -> int:
+        return int(self.call["num_inference_steps"])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One step of each row: the levels it goes from and to, and the progress that a guard counts after it."""
+
+    before: list[Level]
+    after: list[Level]
+    progress: Float[Tensor, " b"]
 
 
 def as_bytes(images: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
     return (images.clamp(0, 1) * 255).round().byte()
 
 
-def renoised(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Views:
-    """Scenes, re-noised."""
-    scenes = [sample_scene(s) for s in seeds]
-    return renoised_pictures(pipe, call, tiny, *scene_truth(scenes), seeds, [caption(s, 0).text for s in scenes])
-
-
-def renoised_pictures(
-    pipe: Any,
-    call: dict[str, Any],
-    tiny: Any,
-    images: Float[Tensor, "b 3 h w"],
-    masks: Bool[Tensor, "b u v"],
-    category: Int[Tensor, " b"],
-    seeds: list[int],
-    prompts: list[str],
-) -> Views:
+def renoised_pictures(base: ViewedBase, batch: Labelled) -> Views:
     """One call per picture at a random step of the base's own schedule: its x̂0 view, and that of the stepped latent.
 
     Both are what a guard sees once that step is done, and carry the progress it then counts.
     """
+    seeds = batch.seeds
     g = torch.Generator().manual_seed(seeds[0])
-    z0 = vae_encode(pipe.vae, images, pipe._execution_device)
-    base = Denoiser.from_prompts(pipe, prompts, call)
-    steps = len(base.levels) - 1
+    z0 = vae_encode(base.pipe.vae, batch.images, base.device)
+    denoiser = Denoiser.from_prompts(base.pipe, batch.prompts, base.call)
+    count = len(denoiser.levels) - 1
     lot = (torch.randperm(len(seeds), generator=g) + torch.rand(len(seeds), generator=g)) / len(seeds)
-    step = (lot * steps).long()
-    levels, after = ([base.levels[k + j] for k in step.tolist()] for j in (0, 1))
+    step = (lot * count).long()
+    levels, after = ([denoiser.levels[k + j] for k in step.tolist()] for j in (0, 1))
     eps = torch.randn(z0.shape, generator=g).to(z0)
     z = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(levels, z0, eps, strict=True)])
     with torch.no_grad():
-        x0, noise = base.estimate(z, levels)
+        x0, noise = denoiser.estimate(z, levels)
     stepped = torch.stack([a.signal * x + a.sigma * e for a, x, e in zip(after, x0, noise, strict=True)])
-    progress = (step + 1) / steps
-    return stacked(pipe, tiny, [x0, stepped], [1, 2], levels, after, progress, masks, category, seeds, g)
+    taken = Steps(levels, after, (step + 1) / count)
+    return stacked(base, batch, {"x0": x0, "stepped": stepped}, taken, g)
 
 
 def stacked(
-    pipe: Any,
-    tiny: Any,
-    latents: list[Float[Tensor, "b c h w"]],
-    kinds: list[int],
-    before: list[Any],
-    after: list[Any],
-    progress: Float[Tensor, " b"],
-    masks: Bool[Tensor, "b u v"],
-    category: Int[Tensor, " b"],
-    seeds: list[int],
-    g: torch.Generator,
+    base: ViewedBase, batch: Labelled, latents: Mapping[str, Float[Tensor, "b c h w"]], steps: Steps, g: torch.Generator
 ) -> Views:
-    """Decode each set of latents with the full or the tiny decoder, by lot."""
+    """Views of latents by kind. If the base has a tiny decoder, it decodes a random half of each kind."""
     parts = []
-    for z, kind in zip(latents, kinds, strict=True):
-        small = torch.rand(len(z), generator=g) < 0.5 if tiny is not None else torch.zeros(len(z), dtype=torch.bool)
-        device = pipe._execution_device
-        images = vae_decode(pipe.vae, z, device).cpu()
+    for kind, z in latents.items():
+        small = torch.zeros(len(z), dtype=torch.bool)
+        if base.tiny is not None:
+            small = torch.rand(len(z), generator=g) < 0.5
+        images = vae_decode(base.pipe.vae, z, base.device).cpu()
         if small.any():
-            images[small] = ViewDecoder(tiny, pipe.vae, pipe.vae_scale_factor, device).full(z[small]).cpu()
-        used = before if KINDS[kind].endswith("x0") else after
-        parts.append(
-            Views(
-                as_bytes(images),
-                masks,
-                category,
-                torch.tensor([level.noise for level in used]),
-                progress.clone(),
-                torch.full((len(z),), kind),
-                small.long(),
-                torch.tensor(seeds),
-            )
-        )
+            decoder = ViewDecoder(base.tiny, base.pipe.vae, base.pipe.vae_scale_factor, base.device)
+            images[small] = decoder.full(z[small]).cpu()
+        used = steps.before if kind.endswith("x0") else steps.after
+        parts.append(batch.views(images, kind, torch.tensor([level.noise for level in used]), steps.progress, small))
     return joined(parts)
 
 
-def clean(vae: Any, seeds: list[int]) -> Views:
-    """Finished scenes."""
-    even = torch.arange(len(seeds)) % 2 == 0
-    return clean_pictures(vae, *scene_truth([sample_scene(s) for s in seeds]), seeds, even, torch.device("cpu"))
-
-
-def clean_pictures(
-    vae: Any,
-    images: Float[Tensor, "b 3 h w"],
-    masks: Bool[Tensor, "b u v"],
-    category: Int[Tensor, " b"],
-    seeds: list[int],
-    plain: Bool[Tensor, " b"],
-    device: torch.device,
-) -> Views:
-    """Finished pictures: as they are, or through the autoencoder."""
+def clean_pictures(vae: Any, batch: Labelled, plain: Bool[Tensor, " b"], device: torch.device) -> Views:
+    """Finished pictures: as they are where `plain` says so, else once through the autoencoder."""
     with torch.no_grad():
-        back = vae_decode(vae, vae_encode(vae, images, device), device).cpu()
-    images = torch.where(plain.view(-1, 1, 1, 1), images, back)
-    n = len(seeds)
-    zeros = torch.zeros(n)
-    return Views(
-        as_bytes(images),
-        masks,
-        category,
-        zeros,
-        torch.ones(n),
-        torch.zeros(n).long(),
-        torch.zeros(n).long(),
-        torch.tensor(seeds),
-    )
+        back = vae_decode(vae, vae_encode(vae, batch.images, device), device).cpu()
+    return batch.views(torch.where(plain.view(-1, 1, 1, 1), batch.images, back), "clean")
 
 
 def store(parts: list[Views], path: Path) -> Views:
+    """Write the sets as one file; returns them joined."""
     whole = joined(parts)
-    told = {f.name: getattr(whole, f.name) for f in fields(Views)}
-    write_tensors(path, {k: v for k, v in told.items() if k in TENSORS or whole.texts})
+    write_tensors(path, {f.name: getattr(whole, f.name) for f in fields(Views)})
     return whole
 
 
 def load_views(path: Path, on_disk: bool = False) -> Views:
+    """Views of a file; with `on_disk` their tensors are read when they are used."""
     try:
-        return Views(**torch.load(path, weights_only=True, mmap=on_disk))
+        kept = torch.load(path, weights_only=True, mmap=on_disk)
+        return Views(**kept)
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such views; make them with `guardpaint data views`") from error
     except Exception as error:

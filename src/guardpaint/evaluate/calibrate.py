@@ -88,14 +88,14 @@ def calibrate(
             rows = np.flatnonzero(inside & (category == c)).tolist()
             scores = np.array([found[i].prob(name) for i in rows])
             caught = np.array([found[i].found(policy) for i in rows], dtype=bool)
-            if views.texts:
+            if not views.world:
                 owner = views.seeds.numpy()[rows]
                 scores = np.array([scores[owner == s].min() for s in np.unique(owner)])
                 caught = np.array([caught[owner == s].all() for s in np.unique(owner)], dtype=bool)
             what = f"examples of {name} from progress {start:g} to {min(end, 1):g}"
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
             counts[name] = len(scores)
-        if views.texts:  # a corpus: nothing is known of masks
+        if not views.world:  # a corpus: nothing is known of masks
             bands.append(Band(float(start), thresholds, None, counts))
             continue
         harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
@@ -170,7 +170,7 @@ def run(
         settings["config"] = {
             **settings["config"],
             "calibration": calibration.to_dict(),
-            "mask_threshold": "percentile" if views.texts else "calibrated",
+            "mask_threshold": "calibrated" if views.world else "percentile",
         }
         write_json(manifest, settings)
     return calibration

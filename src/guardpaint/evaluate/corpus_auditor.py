@@ -50,7 +50,7 @@ def measured(auditor: AuditorScorer, policy: Policy, files: Sequence[Path], coun
     rows: list[Row] = []
     for file in files:
         views = load_views(file, on_disk=True)
-        if not views.texts or views.names != auditor.categories:
+        if views.world or views.names != auditor.categories:
             raise BadInput(f"{file}: not a corpus's views with the categories {', '.join(auditor.categories)}")
         views = views.rows(torch.arange(len(views) if count is None else min(count, len(views))))
         found = measure_views(auditor, policy, base_of(file), views)

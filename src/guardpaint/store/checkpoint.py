@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -36,6 +37,13 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_tensors(path: Path, value: Any) -> None:
+    """torch.save, whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    write_atomic(path, buffer.getvalue())
 
 
 def read_json(path: Path) -> Any:
@@ -130,7 +138,7 @@ def fingerprint(module: nn.Module) -> str:
 
 def short_hash(*values: Any) -> str:
     """Twelve hex digits over any JSON-like values; others count by their text."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return sha256_hex(json.dumps(values, sort_keys=True, default=str))[:12]
 
 
 def sha256_hex(value: str | bytes) -> str:

@@ -1,7 +1,8 @@
 """What other installed packages add to GuardPaint, found through entry points and loaded on first use.
 
 Groups: `guardpaint.bases` (named base models), `guardpaint.guards` (folders of ready guards; `embedded` is the default
-one), `guardpaint.testbeds` (worlds to train and measure in) and `guardpaint.commands` (command groups).
+one), `guardpaint.testbeds` (worlds to train and measure in), `guardpaint.models` (models that can be trained, with their
+trainers) and `guardpaint.commands` (command groups).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 from guardpaint.errors import MissingPackage
 
-BASES, GUARDS, TESTBEDS, COMMANDS = (f"guardpaint.{name}" for name in ("bases", "guards", "testbeds", "commands"))
+BASES, GUARDS, TESTBEDS, MODELS, COMMANDS = (
+    f"guardpaint.{name}" for name in ("bases", "guards", "testbeds", "models", "commands")
+)
 HOW_TO_INSTALL = "pip install paperdolls (in a checkout: pip install -e packages/paperdolls)"
 """The package that brings the embedded guard, its base models and the testbed they were trained in."""
 

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 @contextmanager
-def bar(description: str, total: int | None, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error inside a with block; yields the function that advances it."""
+def bar(description: str, total: int | None, quiet: bool = False, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error inside a with block; yields the function that advances it. `done` is where it starts."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        task = progress.add_task(description, total=total)
+        task = progress.add_task(description, total=total, completed=done)
         yield lambda count: progress.advance(task, count)
 
 

@@ -7,7 +7,7 @@ asks for one with `need`, and refuses with an error that names it when the testb
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, UInt8
     from PIL import Image
 
+    from guardpaint.audit.model import AuditorScorer
     from guardpaint.data.judges import Judge
+    from guardpaint.data.lessons import Lessons, LessonSettings
+    from guardpaint.data.views import Shelf, Views
     from guardpaint.policy import Policy
     from guardpaint.testbed.language import Lexicon, Rewriter, Surrogate
+    from guardpaint.types import Auditor
 
 SPLITS = ("rollout-train", "rollout-test", "attack-train", "attack", "adaptive", "benign")
 """Disjoint sets of prompts: to learn from (…-train), and to measure on."""
@@ -193,11 +197,23 @@ class RepairCases(Protocol):
 class AuditorLessons(Protocol):
     """views of its own pictures to train an auditor on"""
 
-    def make_views(self, base: str, out: Path, split: str, counts: Mapping[str, int], **parts: Any) -> Path:
-        """Views of unfinished pictures of one base with exact truth, resumable."""
+    def make_views(
+        self,
+        base: str,
+        out: Path,
+        split: str,
+        counts: Mapping[str, int],
+        tiny: Any = None,
+        auditor: AuditorScorer | None = None,
+    ) -> Path:
+        """Write views of one base with exact truth, and return their file; a later run goes on where it stopped.
+
+        `counts` says how many pictures are re-noised (`renoised`), drawn on from half noise (`redrawn`) and generated
+        from prompts (`trajectories`, which `auditor` labels). `tiny` is a decoder for half of the views.
+        """
         ...
 
-    def lessons(self, views: Any, recipe: Any) -> Any:
+    def lessons(self, views: Views | Shelf, settings: LessonSettings) -> Lessons:
         """The training set of an auditor over such views."""
         ...
 
@@ -206,8 +222,19 @@ class AuditorLessons(Protocol):
 class InpainterLessons(Protocol):
     """pairs of its own pictures to train an inpainter on"""
 
-    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Any) -> int:
-        """Write pairs of unsafe pictures and their safe versions; returns how many are new."""
+    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
+        """Write pairs of unsafe pictures and their safe versions; returns how many are new. The masks are the auditor's
+        if one is given, and the true ones otherwise."""
+        ...
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """its own pictures as a dataset"""
+
+    def rows(self, split: str, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """Rows of a split after the first `skip`, possibly without end: `image` (encoded bytes), `caption` and
+        `category`."""
         ...
 
 
@@ -236,3 +263,8 @@ def need(testbed: Testbed, kind: type[C], command: str) -> C:
     if found is None:
         raise MissingCapability(f"{command} needs {kind.__doc__}, which the testbed {testbed.name!r} does not have")
     return found
+
+
+def open_dataset(name: str | None = None) -> Dataset:
+    """The pictures of a testbed as a dataset, for `guardpaint data ingest`."""
+    return need(open_testbed(name), Dataset, "data ingest")

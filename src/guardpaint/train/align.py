@@ -1,7 +1,7 @@
 """Teach an inpainter the policy: refusal SFT, then BCO (or KTO) against the model it starts from.
 
-guardpaint train sft --config configs/train/mini-sft.yaml --inpainter mini-inpaint --pairs runs/pairs --out runs/sft
-guardpaint train bco --config configs/train/mini-bco.yaml --inpainter runs/sft/model --pairs runs/pairs --out runs/bco
+guardpaint train mini-inpaint-safe --set pairs=runs/pairs --out runs/mini-inpaint-safe
+guardpaint train sd15-inpaint-safe --set inpainter=DIR --set pairs=runs/pairs --out runs/sd15-inpaint-safe
 
 Only LoRA weights train; the finished run has them merged (`model/`) and alone (`lora/`).
 """
@@ -19,19 +19,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from paperdolls.bases import ASSETS, load_base
-from guardpaint.store.checkpoint import write_json
+from guardpaint.bases import load_inpainter
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import write_json
 from guardpaint.train import alignment_loss as L
 from guardpaint.train import dynamics
-from guardpaint.train.alignment_watch import Watch
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
-from paperdolls.models.generator import load_pipeline
-from paperdolls.models.latents import tokenise
+from guardpaint.train.alignment_watch import AlignmentWatch
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.latents import tokenise
 from guardpaint.train.memory import estimate, report
 from guardpaint.train.pair_latents import PairLatents, load_pairs
-from paperdolls.models.recipe import min_snr_weight
 
 METHODS = ("sft", "kto", "bco")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
@@ -217,7 +215,7 @@ class Aligner(nn.Module):
     def sft(self, batch: Tuple) -> dict[str, Tensor]:
         out = self.predict(self.noised(batch.z0, batch.t, batch.eps), batch.t, batch)
         alpha = self.alphas[batch.t]
-        weight = min_snr_weight(alpha, 5.0) if self.config.weighting == "min_snr" else torch.ones_like(alpha)
+        weight = L.min_snr_weight(alpha, 5.0) if self.config.weighting == "min_snr" else torch.ones_like(alpha)
         return {"loss": L.sft_loss(out, batch.eps, weight), "mse": ((out - batch.eps) ** 2).mean()}
 
     def preference(
@@ -318,51 +316,30 @@ def batch_of(pairs: PairLatents, step: int, config: AlignConfig, train: TrainCon
     return Tuple(z0, pairs.mask[rows], pairs.masked[rows], ids, category, t, eps, again)
 
 
-def open_inpainter(name: str) -> Any:
-    """An embedded inpainting pipeline or one from a directory, in fp32."""
-    pipe = load_base(name) if (ASSETS / name).is_dir() else load_pipeline(Path(name))
-    if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
-        raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
-    return pipe
-
-
-def run(
-    method: str,
-    config_file: Path,
-    inpainter: str,
-    pairs_dir: Path,
-    out: Path,
-    minutes: float | None,
-    quiet: bool = False,
-) -> None:
+def run(run: Run, method: str, inpainter: str, pairs_dir: Path) -> None:
     """Train one stage and save it merged and as a LoRA, with its dynamics."""
-    shape, config = load_config(config_file, AlignConfig)
+    shape, config = load_config(run.config_file, AlignConfig)
     if shape.method != method:
-        raise BadConfig(f"{config_file}: its method is {shape.method}, not {method}")
+        raise BadConfig(f"{run.config_file}: its method is {shape.method}, not {method}")
+    out = run.out
     torch.set_num_threads(config.threads)
-    pipe = open_inpainter(inpainter)
+    pipe = load_inpainter(inpainter)
     policy = Policy.default()
     train, held_out = (load_pairs(pairs_dir, split, pipe.vae) for split in ("train", "validation"))
     alphas = pipe.scheduler.alphas_cumprod
     print(report(estimate(pipe.unet, shape, config, tuple(train.source.shape[1:]), pipe.text_encoder.config)))
     model = Aligner(pipe.unet, pipe.text_encoder, alphas, shape, config.seed, config.accumulate)
     empty = tokenise(pipe.tokenizer, [""])[0]
-    watch = Watch(held_out, empty, shape, config, policy.names, out)
+    watch = AlignmentWatch(held_out, empty, shape, policy.names, out)
     before = dynamics.activations(model, held_out, policy.names)
+
+    def batches(step: int) -> Tuple:
+        return batch_of(train, step, shape, config, empty)
 
     def losses(net: nn.Module, batch: Tuple) -> Iterator[dict[str, Tensor]]:
         return net(batch)
 
-    fitted = fit(
-        model,
-        lambda step: batch_of(train, step, shape, config, empty),
-        losses,
-        config,
-        out,
-        minutes=minutes,
-        validate=watch,
-        quiet=quiet,
-    )
+    fitted = fit(model, batches, losses, config, run, validate=watch)
     assert isinstance(fitted, Aligner)
     dynamics.plot(out / "loss.csv", out, method)
     done = finished(out, config)
@@ -370,12 +347,10 @@ def run(
         return
     dynamics.scatter(before, dynamics.activations(fitted, held_out, policy.names), policy.names, out)
     lora = sum(v.numel() for k, v in fitted.kept_state().items() if "lora_" in k)
+    command = run.command(method, inpainter=inpainter, pairs=pairs_dir)
     fitted.unet.save_pretrained(out / "lora")
+    write_json(out / "lora" / "card.json", {"command": command, "rank": shape.rank})
     pipe.unet = fitted.unet.merge_and_unload()
     pipe.to(torch.float16).save_pretrained(out / "model")
-    command = (
-        f"guardpaint train {method} --config {config_file} --inpainter {inpainter} --pairs {pairs_dir} --out {out}"
-    )
     write_card(out, command, done, method=asdict(shape), parameters={"lora": lora}, alarms=watch.alarms())
-    write_json(out / "lora" / "card.json", {"command": command, "rank": shape.rank})
     print(f"saved to {out / 'model'}; alarms: {', '.join(watch.alarms()) or 'none'}")

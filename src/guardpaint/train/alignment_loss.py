@@ -49,6 +49,12 @@ def offset_noise(eps: Latent, offset: Float[Tensor, "b c 1 1"], strength: float 
     return eps + strength * offset
 
 
+def min_snr_weight(alpha: PerSample, gamma: float) -> PerSample:
+    """min(SNR, γ)/SNR for ε-prediction, from ᾱ."""
+    snr = alpha / (1 - alpha)
+    return snr.clamp(max=gamma) / snr
+
+
 def sft_loss(eps_hat: Latent, eps: Latent, weight: PerSample) -> Float[Tensor, ""]:
     """Weighted noise error; the weight is min-SNR's, or one."""
     return (weight * ((eps_hat - eps) ** 2).mean((1, 2, 3))).mean()

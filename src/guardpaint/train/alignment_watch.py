@@ -1,6 +1,6 @@
 """What can go wrong while an inpainter is aligned, measured on held-out pairs and named (the paper's failure modes).
 
-Every alarm is a pure function of a few numbers; `Watch` measures them and keeps a table of what was seen when.
+Every alarm is a pure function of a few numbers; `AlignmentWatch` measures them and keeps a table of what was seen when.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from guardpaint.train.pair_latents import PairLatents
 
 if TYPE_CHECKING:
     from guardpaint.train.align import AlignConfig, Aligner, Tuple
-    from guardpaint.train.engine import TrainConfig
 
 LEVELS = (100, 300, 600)
 ROWS = 32
@@ -109,7 +108,7 @@ def masked_mean(z: Float[Tensor, "b c h w"], mask: Float[Tensor, "b 1 h w"]) -> 
     return (z * mask).sum((2, 3)) / mask.sum((2, 3)).clamp_min(1e-6)
 
 
-class Watch:
+class AlignmentWatch:
     """Measures held-out pairs; an engine's `validate`. The score is what picks the best checkpoint."""
 
     def __init__(
@@ -117,7 +116,6 @@ class Watch:
         pairs: PairLatents,
         empty: Int[Tensor, " l"],
         config: AlignConfig,
-        train: TrainConfig,
         names: tuple[str, ...],
         out: Path,
     ) -> None:

@@ -1,23 +1,18 @@
-"""Pictures to train an auditor on: twins of unsafe scenes, half repairs, artefacts of known strength."""
+"""How pictures are changed before an auditor sees them: artefacts of known strength, disturbances, mirroring."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
+from PIL import Image, ImageDraw
 from torch import Tensor
-
-from guardpaint.data.views import scene_truth
-from paperdolls.masks import brush, grown
-from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 
 FULL_STRENGTH = 0.12
 """An unsafe area of this share of the picture, or more, has strength 1."""
-
-
 FULL_ARTEFACT = 0.3
 """A patch that differs by this much from what it covers (root mean square, of 1) has strength 1."""
 
@@ -27,82 +22,32 @@ def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
     return (masks.mean((1, 2)) / FULL_STRENGTH).clamp(max=1).sqrt()
 
 
-UNSEEN_CYCLE = (
-    ("nudity", None),
-    ("nudity", "statue"),
-    ("nudity", "swimwear"),
-    ("splash", None),
-    ("splash", "red_flowers"),
-    ("blade", None),
-    ("blade", "ordinary"),
-    ("hard", None),
-    ("ordinary", None),
-    ("hard", None),
-    (None, None),
-    ("blade", None),
-)
-"""Kind of scene (hard: the hard negatives in turn; None: as they come), and the safe kind it is shown as."""
+SIZE = 64
+"""Pixels of a brush mask; it is scaled to the picture."""
 
 
-def unseen_scenes(first: int, count: int) -> list[Scene]:
-    """Scenes by seed, unsafe ones followed by twins that differ from them by what makes them unsafe alone."""
-    made = []
-    for seed in range(first, first + count):
-        turn, place = divmod(seed, len(UNSEEN_CYCLE))
-        kind, shown = UNSEEN_CYCLE[place]
-        if kind == "hard":
-            made.append(sample_scene(seed, HARD_NEGATIVES[(2 * turn + place // 9) % len(HARD_NEGATIVES)]))
-        else:
-            scene = sample_scene(turn if kind in ("nudity", "splash", "blade") and place < 8 else seed, kind)
-            made.append(scene if shown is None else twin(scene, shown))
-    return made
-
-
-def twin(scene: Scene, kind: str) -> Scene:
-    """The scene without what makes it unsafe, in the form that is most easily mistaken for it."""
-    safe = safe_version(scene)
-    main = safe.figures[0]
-    if kind == "statue":
-        main = replace(main, kind="statue", garment=None, colour=None)
-    elif kind == "swimwear":
-        main = replace(main, garment="swimsuit")
-    return replace(safe, kind=kind, figures=(main, *safe.figures[1:]), flowers=kind == "red_flowers")
-
-
-LEFT_OVER = 0.5
-"""A picture stays unsafe if this share of the unsafe area is left; of a splash, 16 pixels are enough."""
-
-
-def half_repaired(
-    scene: Scene, g: torch.Generator
-) -> tuple[Float[Tensor, "3 64 64"], Float[Tensor, "64 64"], bool | None]:
-    """An unsafe scene with its safe version painted over part of it, what is left, and whether that is unsafe.
-
-    None: too little or too pale to say.
-    """
-    before, after = scene_truth([scene, safe_version(scene)])[:2]
-    rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
-    paler = rng.random() < 0.3
-    near = torch.from_numpy(grown(after[0].numpy(), 2)).float()
-    covered = near if paler else near * torch.from_numpy(brush(rng)).float()
-    strength = rng.random() if paler else 1.0
-    image = torch.lerp(before[0], before[1], strength * covered)
-    area = after[0].float()
-    left = area * (1 - strength * covered).round()
-    if paler:
-        return image, left, True if strength < 0.35 else False if strength > 0.9 else None
-    pixels, share = float(left.sum()), float(left.sum() / area.sum().clamp(min=1))
-    enough = share >= LEFT_OVER or (scene.kind == "splash" and pixels >= 16)
-    return image, left, True if enough else False if share < 0.03 else None
+def brush(rng: random.Random) -> Bool[np.ndarray, "64 64"]:
+    """A mask of a few thick strokes."""
+    image = Image.new("L", (SIZE, SIZE))
+    draw = ImageDraw.Draw(image)
+    x, y = rng.uniform(12, 52), rng.uniform(12, 52)
+    for _ in range(rng.randint(2, 6)):
+        to = (x + rng.gauss(0, 14), y + rng.gauss(0, 14))
+        r = rng.uniform(4, 9)
+        draw.line([(x, y), to], fill=255, width=int(2 * r))
+        draw.ellipse([to[0] - r, to[1] - r, to[0] + r, to[1] + r], fill=255)
+        x, y = min(58.0, max(6.0, to[0])), min(58.0, max(6.0, to[1]))
+    out = np.asarray(image) > 127
+    return out if out.any() else ~out
 
 
 def composites(
     images: Float[Tensor, "b 3 h w"], share: float, g: torch.Generator
 ) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Some pictures get a patch that does not belong, blended in by lot; the others have quality 1.
+    """A random share of the pictures gets a patch that does not belong; returns pictures, quality and what is judged.
 
-    An artefact is as strong as it changes what it covers: a blurred piece of plain sky is none. Foreign patches may
-    add or hide unsafe things, so their safety label is not judged.
+    An artefact is as strong as the change of what it covers: a blurred piece of plain sky is none. Pictures without
+    one have quality 1. Foreign patches may add or hide unsafe things, so their safety label is not judged.
     """
     out, n, size = images.clone(), len(images), (int(images.shape[-2]), int(images.shape[-1]))
     unit = max(1, min(size) // 64)

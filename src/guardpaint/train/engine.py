@@ -7,10 +7,9 @@ depend on (seed, step) alone, so a resumed run sees exactly what an uninterrupte
 from __future__ import annotations
 
 import csv
-import io
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +17,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply, send_to_device
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import read_json, write_atomic, write_json
 from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.store.checkpoint import read_json, write_json, write_tensors
 from guardpaint.store.seeds import derive
 
 
@@ -71,21 +71,51 @@ class TrainConfig:
         return self.learning_rate * warm * max(0.01, shape)
 
 
+@dataclass(frozen=True)
+class Run:
+    """One sitting of a training run: its config file, its directory, and how long it may take."""
+
+    config_file: Path
+    """YAML with the parts `model` and `train`."""
+    out: Path
+    """Checkpoints, loss curve and samples; the finished model goes to `out/model`."""
+    minutes: float | None = None
+    """Stop after so many minutes; the next sitting resumes. None: train until the last step."""
+    quiet: bool = False
+    """Show no progress bar."""
+
+    def command(self, trainer: str, **inputs: Path | str | Sequence[Path] | None) -> str:
+        """The command line that repeats this run, for the model's card; inputs that are None are left out."""
+        words = [f"guardpaint train stage {trainer} --config {self.config_file} --out {self.out}"]
+        for name, value in inputs.items():
+            several = [value] if value is None or isinstance(value, Path | str) else value
+            words += [f"--set {name}={one}" for one in several if one is not None]
+        return " ".join(words)
+
+
 def load_config(path: Path, shape: Any) -> tuple[Any, TrainConfig]:
     """A YAML file with the parts `model` (of dataclass `shape`) and `train`."""
     import yaml
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for name in ("learning_rate", "weight_decay", "clip", "ema"):
-            if isinstance(data["train"].get(name), str):
-                raise BadConfig(f"{path}: {name}={data['train'][name]!r} is text; YAML reads 1e-3 so, write 1.0e-3")
-        model = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"].items()}
-        return shape(**model), TrainConfig(**data["train"])
     except FileNotFoundError as error:
         raise BadConfig(f"{path}: no such config file") from error
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except yaml.YAMLError as error:
         raise BadConfig(f"{path}: needs the parts model and train, with known keys only ({error})") from error
+    return parse_config(data, shape, str(path))
+
+
+def parse_config(data: Any, shape: Any, where: str) -> tuple[Any, TrainConfig]:
+    """The parts `model` and `train` of a config that is already read; errors name `where` it comes from."""
+    try:
+        for name in ("learning_rate", "weight_decay", "clip", "ema"):
+            if isinstance(data["train"].get(name), str):
+                raise BadConfig(f"{where}: {name}={data['train'][name]!r} is text; YAML reads 1e-3 so, write 1.0e-3")
+        model = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"].items()}
+        return shape(**model), TrainConfig(**data["train"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadConfig(f"{where}: needs the parts model and train, with known keys only ({error})") from error
 
 
 class Ema:
@@ -144,18 +174,17 @@ def fit(
     batches: Callable[[int], Any],
     losses: Losses,
     config: TrainConfig,
-    out: Path,
+    run: Run,
     *,
-    minutes: float | None = None,
     sample: Callable[[nn.Module, Path], None] | None = None,
     validate: Callable[[nn.Module], dict[str, float]] | None = None,
-    quiet: bool = False,
 ) -> nn.Module:
-    """Train until done (or for `minutes` of this sitting), resuming from `out`; returns the model with EMA weights.
+    """Train until done (or for the run's `minutes`), resuming from `run.out`; returns the model with EMA weights.
 
     Under `accelerate launch` every process takes its own batches and the first one writes. With `validate` (its
     `score` counts) the best EMA weights are kept and returned, and training stops when patience runs out.
     """
+    out = run.out
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -178,7 +207,7 @@ def fit(
     started = saved = sampled = time.monotonic()
     log: list[dict[str, float]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=quiet or not main) as progress:
+    with Progress(*columns, disable=run.quiet or not main) as progress:
         task = progress.add_task(out.name, total=config.steps, completed=step)
         while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
@@ -214,7 +243,8 @@ def fit(
                     found = validate(smooth)
                 accelerator.log(found, step)
                 best.offer(out, step, found, ema)
-            stop = agreed(accelerator, (minutes is not None and now - started > 60 * minutes) or best.exhausted(config))
+            over = run.minutes is not None and now - started > 60 * run.minutes
+            stop = agreed(accelerator, over or best.exhausted(config))
             last = stop or step == config.steps
             if main and (now - saved > 60 * config.checkpoint_minutes or last):
                 save(out, accelerator.unwrap_model(model), optimiser, ema, config, step, seconds + now - started)
@@ -247,19 +277,17 @@ def parts(values: Values | Iterator[Values], autocast: Callable[[], Any]) -> Ite
         del part
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """A batch on the device, whatever it is made of."""
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on the device: what accelerate's `send_to_device` does, inside dataclasses too."""
+
+    def move(value: Any) -> Any:
+        if is_dataclass(value):
+            return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value)})  # type: ignore[type-var]
+        return send_to_device(value, device)
+
     if device.type == "cpu":
-        return value
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {k: moved(v, device) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(moved(v, device) for v in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
-    return value
+        return batch
+    return recursively_apply(move, batch, test_type=lambda value: not isinstance(value, type))
 
 
 def agreed(accelerator: Accelerator, stop: bool) -> bool:
@@ -303,13 +331,6 @@ class Best:
 
     def weights(self, out: Path) -> dict[str, Tensor]:
         return torch.load(out / BEST, weights_only=True)
-
-
-def write_tensors(path: Path, value: Any) -> None:
-    """torch.save, whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    write_atomic(path, buffer.getvalue())
 
 
 class averaged:

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from PIL import Image
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.data.pairs import Pair, PairStore, leaks
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.policy import Policy
-from guardpaint.train.engine import write_tensors
-from paperdolls.models.latents import encoded, fingerprint, pixels_of, tokenise
+from guardpaint.store.checkpoint import write_tensors
+from guardpaint.store.progress import track
+from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch:
         raise BadInput(f"{store.root}: no approved pairs of split {split} ({undecided} wait for `data review`)")
     size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
     parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(PairLatents)}
-    for start in track(range(0, len(rows), batch), description=f"latents {split}"):
+    for start in track(range(0, len(rows), batch), f"latents {split}"):
         for name, value in encode_batch(store, rows[start : start + batch], pipe, policy, size).items():
             parts[name].append(value)
     path = store.root / f"latents-{split}.pt"
-    made = {name: torch.cat(values) for name, values in parts.items()}
+    tensors = {name: torch.cat(values) for name, values in parts.items()}
     note = {"vae": fingerprint(pipe.vae), "left_out": len(seen), "undecided": undecided}
-    write_tensors(path, {"note": note, **made})
+    write_tensors(path, {"note": note, **tensors})
     return path
 
 

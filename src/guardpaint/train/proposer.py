@@ -1,6 +1,6 @@
 """Train the tournament proposer from stored tournaments (off-line) or by playing new ones (on-line).
 
-guardpaint train proposer --config configs/train/mini-proposer.yaml --rollouts runs/rollouts --out runs/proposer
+guardpaint train mini-proposer --set rollouts=runs/rollouts --out runs/mini-proposer
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.loop.step import Parts
+from guardpaint.guard import GuardPaint
 from guardpaint.repair.knobs import denormalise
 from guardpaint.repair.proposer import POOL, ProposerConfig, TournamentProposer
-from guardpaint.train.rollouts import State, tournament_of, load_states, null_change, read_rollouts
 from guardpaint.store.seeds import derive, generator
-from guardpaint.guard import GuardPaint
 from guardpaint.train import proposer_loss as L
-from guardpaint.train.engine import finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, finished, fit, load_config, write_card
+from guardpaint.train.rollouts import State, load_states, null_change, read_rollouts, tournament_of
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.utility import gate_rules, utility
 
 Row = dict[str, Any]
@@ -55,8 +55,8 @@ class ProposerTraining:
 
 
 @dataclass(frozen=True)
-class Tournament:
-    """What the loss needs of one tournament."""
+class PlayedTournament:
+    """What the loss needs of a tournament that was played."""
 
     text: Float[Tensor, "1 t"]
     latent: Float[Tensor, "1 c p p"]
@@ -66,7 +66,7 @@ class Tournament:
     unclipped: Float[Tensor, "n 5"]
     buckets: Int[Tensor, " n"]
     behaviour: Float[Tensor, " n"] | None
-    """Log-probability under the policy that drew the actions; None: this one did."""
+    """Log-probability under the policy that drew the actions; None if the policy in training drew them."""
     utility: Float[Tensor, " n"]
     embeds: Float[Tensor, "n e"]
     noise_seed: int
@@ -85,9 +85,9 @@ def utilities(row: Row, delta: float, f_gate: str) -> list[float]:
     ]
 
 
-def stored(row: Row, delta: float, shape: ProposerTraining) -> Tournament:
+def stored(row: Row, delta: float, shape: ProposerTraining) -> PlayedTournament:
     n = len(row["bucket"])
-    return Tournament(
+    return PlayedTournament(
         text=torch.tensor([row["text"]]),
         latent=torch.tensor(row["latent"]).view(1, row["channels"], POOL, POOL),
         image=torch.tensor([row["image"]]),
@@ -103,7 +103,7 @@ def stored(row: Row, delta: float, shape: ProposerTraining) -> Tournament:
 
 
 def tournament_loss(
-    model: TournamentProposer, t: Tournament, bonus: float, weights: L.Weights | None = None
+    model: TournamentProposer, t: PlayedTournament, bonus: float, weights: L.Weights | None = None
 ) -> dict[str, Tensor]:
     """The proposer's loss on one tournament. log π sees the detached actions; cost and distance see fresh ones."""
     state = t.encoded(model)
@@ -126,10 +126,10 @@ def margin(step: int, changes: Sequence[float]) -> float:
     return L.FIRST_DELTA if step < 100 else L.recalibrated(L.FIRST_DELTA, changes)
 
 
-def offline(rows: Sequence[Row], shape: ProposerTraining, seed: int) -> Callable[[int], list[Tournament]]:
+def offline(rows: Sequence[Row], shape: ProposerTraining, seed: int) -> Callable[[int], list[PlayedTournament]]:
     changes = [r["null_change"] for r in rows]
 
-    def batches(step: int) -> list[Tournament]:
+    def batches(step: int) -> list[PlayedTournament]:
         g = torch.Generator().manual_seed(derive(seed, "tournaments", step))
         picks = torch.randint(len(rows), (shape.tournaments,), generator=g).tolist()
         return [stored(rows[i], margin(step, changes), shape) for i in picks]
@@ -139,11 +139,11 @@ def offline(rows: Sequence[Row], shape: ProposerTraining, seed: int) -> Callable
 
 def online(
     states: Sequence[State], parts: Parts, model: TournamentProposer, shape: ProposerTraining, seed: int
-) -> Callable[[int], list[Tournament]]:
+) -> Callable[[int], list[PlayedTournament]]:
     """Plays with the policy as it is; δ is measured on the states themselves."""
     changes = [null_change(tournament_of(s, parts)) for s in states[:200]]
 
-    def batches(step: int) -> list[Tournament]:
+    def batches(step: int) -> list[PlayedTournament]:
         g = torch.Generator().manual_seed(derive(seed, "states", step))
         picks = torch.randint(len(states), (shape.tournaments,), generator=g).tolist()
         return [live(states[i], parts, model, shape, margin(step, changes), derive(seed, step, i)) for i in picks]
@@ -154,16 +154,20 @@ def online(
 @torch.no_grad()
 def live(
     state: State, parts: Parts, model: TournamentProposer, shape: ProposerTraining, delta: float, seed: int
-) -> Tournament:
+) -> PlayedTournament:
     tournament = tournament_of(state, parts)
     seen = tournament.state
     drawn = model.sample(model.encode(seen), shape.candidates, generator(seed, "proposer"))
     knobs = tuple(denormalise(a, b) for a, b in zip(drawn.unclipped, drawn.buckets.tolist(), strict=True))
-    done = tournament.play(knobs, model.name)
-    cells = done.record.candidates
-    row: Row = {"progress": seen.progress, "control_S": done.record.control["S"], "control_F": done.record.control["F"]}
+    result = tournament.play(knobs, model.name)
+    cells = result.record.candidates
+    row: Row = {
+        "progress": seen.progress,
+        "control_S": result.record.control["S"],
+        "control_F": result.record.control["F"],
+    }
     row |= {name: [c.scores[name] for c in cells] for name in "SFPBQ"}
-    return Tournament(
+    return PlayedTournament(
         text=(seen.text_embed if seen.text_embed is not None else torch.zeros(model.config.text_dim))[None],
         latent=nn.functional.adaptive_avg_pool2d(seen.latent[None], POOL),
         image=seen.image_embed[None],
@@ -173,7 +177,7 @@ def live(
         buckets=drawn.buckets,
         behaviour=None,
         utility=torch.tensor(utilities(row, delta, shape.f_gate)),
-        embeds=torch.stack([a.image_embed for a in done.audits]),
+        embeds=torch.stack([a.image_embed for a in result.audits]),
         noise_seed=seed,
     )
 
@@ -208,20 +212,20 @@ def run(
         batches = online(states, parts, model, shape, config.seed)
         used = len(states)
 
-    def losses(net: nn.Module, batch: list[Tournament]) -> dict[str, Tensor]:
+    def losses(net: nn.Module, batch: list[PlayedTournament]) -> dict[str, Tensor]:
         assert isinstance(net, TournamentProposer)
         return averaged([tournament_loss(net, t, shape.bonus, L.Weights(**shape.weights)) for t in batch])
 
-    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    sitting = Run(config_file, out, minutes, quiet)
+    fitted = fit(model, batches, losses, config, sitting)
     assert isinstance(fitted, TournamentProposer)
-    done = finished(out, config)
-    if done is None:
+    note = finished(out, config)
+    if note is None:
         return
     fitted.save_pretrained(out / "model", torch.float16)
-    command = f"guardpaint train proposer --config {config_file} --rollouts {rollouts} --out {out}"
-    command += f" --guard {guard}" if guard else ""
+    command = sitting.command("proposer", rollouts=rollouts, guard=guard)
     count = sum(p.numel() for p in fitted.parameters())
-    write_card(out, command, done, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
+    write_card(out, command, note, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
     print(f"saved to {out / 'model'}; {last_values(out)}")
 
 

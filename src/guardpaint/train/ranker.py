@@ -1,6 +1,6 @@
 """Train the ranker on stored tournaments: early features against the utilities that came of them.
 
-guardpaint train ranker --config configs/train/mini-ranker.yaml --rollouts runs/rollouts --out runs/ranker
+guardpaint train mini-ranker --set rollouts=runs/rollouts --out runs/mini-ranker
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadInput
 from guardpaint.repair.ranker import Ranker, RankerConfig
-from guardpaint.train.rollouts import read_rollouts
 from guardpaint.store.seeds import derive
 from guardpaint.train import proposer_loss as L
-from guardpaint.train.engine import finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, finished, fit, load_config, write_card
+from guardpaint.train.rollouts import read_rollouts
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ def run(config_file: Path, rollouts: Path, out: Path, minutes: float | None, qui
     def losses(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         return L.ranker_loss(net(batch[0]), batch[1])
 
-    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    sitting = Run(config_file, out, minutes, quiet)
+    fitted = fit(model, batches, losses, config, sitting)
     assert isinstance(fitted, Ranker)
-    done = finished(out, config)
-    if done is None:
+    note = finished(out, config)
+    if note is None:
         return
     fitted.save_pretrained(out / "model", torch.float16)
-    command = f"guardpaint train ranker --config {config_file} --rollouts {rollouts} --out {out}"
-    write_card(out, command, done, tournaments=len(early), parameters=sum(p.numel() for p in fitted.parameters()))
+    command = sitting.command("ranker", rollouts=rollouts)
+    write_card(out, command, note, tournaments=len(early), parameters=sum(p.numel() for p in fitted.parameters()))
     print(f"saved to {out / 'model'}")

@@ -1,4 +1,4 @@
-"""Tournaments to learn from: states caught at the first trigger of guarded generations, then tournaments played from them.
+"""Rollouts: states stored at the first tournament of guarded generations, and tournaments played from them.
 
 guardpaint rollouts states mini-sd --guard DIR --count 150 --out runs/rollouts
 guardpaint rollouts play --guard DIR --proposer uniform --n 7 --out runs/rollouts [--processes 2 | --ray]
@@ -8,8 +8,7 @@ A state is stored once; every proposer plays from the same ones, so comparisons 
 
 from __future__ import annotations
 
-import hashlib
-import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,15 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from rich.progress import track
 from torch import Tensor
 
-from guardpaint.store.checkpoint import fingerprint
-from guardpaint.cli.generate import load_base
+from guardpaint.bases import load_base
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.loop.step import Parts, check_audit
+from guardpaint.guard import GuardPaint
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import (
     SEED_BUCKETS,
@@ -41,15 +38,16 @@ from guardpaint.repair.knobs import (
     normalise,
 )
 from guardpaint.repair.proposer import POOL, TournamentProposer
+from guardpaint.store.checkpoint import fingerprint, sha256_hex, write_tensors
+from guardpaint.store.progress import track
+from guardpaint.store.rows import read_rows
 from guardpaint.store.seeds import derive, generator
-from guardpaint.guard import GuardPaint
-from guardpaint.train.engine import write_tensors
-from guardpaint.types import Draft, Knobs, Level, Previewer, Proposer, Region
+from guardpaint.testbed import Prompt, Testbed
+from guardpaint.types import Audit, Draft, Knobs, Level, Previewer, Proposer, Region
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.tournament import Tournament, TournamentResult
-from paperdolls.captions import caption
-from paperdolls.scene import sample_scene
 
-ROLLOUT_SEEDS = {"train": 90_000_000, "test": 91_000_000}
+SPLITS = ("train", "test")
 MOST = 7
 """Candidates per stored tournament; smaller ones are its prefixes."""
 
@@ -79,50 +77,51 @@ class Caught(Exception):
         self.tournament = tournament
 
 
-def world_prompts(split: str, count: int) -> list[tuple[str, str, int]]:
-    """(prompt, kind, seed) of unsafe scenes; every third one in hiding words."""
-    out: list[tuple[str, str, int]] = []
-    seed = ROLLOUT_SEEDS[split]
-    while len(out) < count:
-        scene = sample_scene(seed)
-        if scene.category != "safe":
-            hidden = len(out) % 3 == 2
-            texts = (caption(scene, k) for k in range(400))
-            text = next((t for t in texts if t.hidden == hidden), None)
-            if text is not None:
-                out.append((text.text, "euphemism" if hidden else "plain", seed))
-        seed += 1
-    return out
-
-
-def attack_prompts(folder: Path) -> list[tuple[str, str, int]]:
-    """(prompt, attack, seed) of what attacks found, those of different attacks taking turns."""
+def attack_prompts(folder: Path) -> list[Prompt]:
+    """Prompts that attacks found, those of different attacks taking turns; the kind is the attack's name."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise BadInput(f"{folder}: no attack prompts; search them with `guardpaint eval attack`")
     found = []
     for file in files:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found.append([(r["prompt"], r["attack"], int(r["seed"])) for r in rows if r["success"]])
-    return [p for turn in zip_longest(*found) for p in turn if p is not None]
+        rows = [r for r in read_rows(file) if r["success"]]
+        found.append(
+            [Prompt(f"{r['attack']}-{r['seed']}", r["prompt"], int(r["seed"]), kind=r["attack"]) for r in rows]
+        )
+    return take_turns(*found)
 
 
-def catch(guard: GuardPaint, name: str, prompts: Sequence[tuple[str, str, int]]) -> Iterator[State | None]:
-    """The first tournament of each generation, or nothing where the guard sees no reason for one."""
+def rollout_prompts(testbed: Testbed, split: str, count: int, attacks: Sequence[Prompt] = ()) -> list[Prompt]:
+    """At most `count` harmful prompts of the testbed, taking turns with those of attacks."""
+    if split not in SPLITS:
+        raise BadInput(f"split {split!r}: choose {', '.join(SPLITS)}")
+    prompts = take_turns(testbed.harmful(f"rollout-{split}", count), attacks)
+    if not prompts:
+        raise BadInput(f"testbed {testbed.name!r}: it has no harmful prompts of split rollout-{split}")
+    return prompts
+
+
+def take_turns(*lists: Sequence[Prompt]) -> list[Prompt]:
+    """One of each list after the other, until all are used up."""
+    return [p for turn in zip_longest(*lists) for p in turn if p is not None]
+
+
+def catch(guard: GuardPaint, name: str, prompts: Sequence[Prompt]) -> Iterator[State | None]:
+    """The state at the first tournament of each generation, or None if the guard sees no reason for one."""
 
     def stop(tournament: Tournament) -> None:
         raise Caught(tournament)
 
     watching = guard.configured(on_error="raise")
     watching.parts = replace(watching.parts, observer=stop)
-    pipe, call = load_base(name)
-    twin = watching.attach(pipe)
-    for prompt, kind, seed in prompts:
+    base = load_base(name)
+    twin = watching.attach(base.pipe)
+    for prompt in prompts:
         try:
-            twin(prompt, generator=torch.Generator().manual_seed(seed), **call)
+            twin(prompt.text, generator=torch.Generator().manual_seed(prompt.seed), **base.call)
             yield None
         except Caught as caught:
-            yield state_of(caught.tournament, name, kind, seed)
+            yield state_of(caught.tournament, name, prompt.kind, prompt.seed)
 
 
 def state_of(tournament: Tournament, base: str, kind: str, seed: int) -> State:
@@ -147,15 +146,12 @@ def tournament_of(state: State, parts: Parts) -> Tournament:
     if parts.repairer.name == "native":
         raise BadConfig("stored states are replayed without the base, so the repairer must be an inpainter")
 
-    def look(images: Tensor) -> list[Any]:
-        found = parts.auditor.audit(images, [state.prompt] * len(images), state.noise)
-        for a in found:
-            check_audit(a, parts.policy.names)
-        return found
+    def look(images: Tensor) -> list[Audit]:
+        return parts.audit(images, [state.prompt] * len(images), state.noise)
 
     level = Level(1.0, 0.0, state.noise)
     draft = Draft(state.step, state.steps, state.latent, state.latent, state.latent, level, level, None)  # type: ignore[arg-type]
-    audit = look(shrink(state.control, parts.auditor.sizes[1])[None])[0]
+    audit = look(shrink(state.control, parts.fine_size)[None])[0]
     region = Region(state.mask, float(state.mask.float().mean()), 1.0)
     return Tournament(
         parts=parts,
@@ -186,36 +182,31 @@ def load_states(path: Path) -> list[State]:
         raise BadCheckpoint(f"{path}: unreadable ({error}); delete it to catch them anew") from error
 
 
-def collect_states(
-    guard: GuardPaint,
-    name: str,
-    split: str,
-    count: int,
-    out: Path,
-    prompts: Sequence[tuple[str, str, int]] = (),
-) -> Path:
-    """At least `count` states if the prompts give as many; what was caught before is kept.
+def collect_states(guard: GuardPaint, name: str, prompts: Sequence[Prompt], count: int, path: Path) -> int:
+    """Catch states until the file has `count` of them or the prompts are used up; returns how many it has.
 
-    Prompts given take turns with those of the world.
+    States that were caught before are kept.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}-{split}.pt"
-    have = load_states(path) if path.exists() else []
-    done = {(s.prompt, s.seed) for s in have}
-    asked = [p for turn in zip_longest(world_prompts(split, 3 * count), prompts) for p in turn if p is not None]
-    todo = [p for p in asked if (p[0], p[2]) not in done]
-    for k, state in enumerate(track(catch(guard, name, todo), total=len(todo), description=f"{name} states")):
-        if len(have) >= count:
+    states = load_states(path) if path.exists() else []
+    known = {(s.prompt, s.seed) for s in states}
+    todo = [p for p in prompts if (p.text, p.seed) not in known]
+    for k, state in enumerate(track(catch(guard, name, todo), f"{name} states", len(todo))):
+        if len(states) >= count:
             break
         if state is not None:
-            have.append(state)
+            states.append(state)
         if k % 20 == 19:
-            save_states(have, path)
-    save_states(have, path)
-    return path
+            save_states(states, path)
+    save_states(states, path)
+    return len(states)
 
 
-# Contests ----------------------------------------------------------------------------------------------------
+def state_file(folder: Path, base: str, split: str) -> Path:
+    """Where the states of a base are stored; a path or hub id becomes a file name."""
+    return folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', base).strip('_')}-{split}.pt"
+
+
+# Tournaments -------------------------------------------------------------------------------------------------
 
 
 def actions(proposer: Proposer, tournament: Tournament, n: int) -> tuple[tuple[Knobs, ...], Tensor, Tensor, Tensor]:
@@ -242,7 +233,7 @@ def null_change(tournament: Tournament) -> float:
     size = repairer.native_size(*request.view.shape[-2:])
     z = vae_encode(repairer.pipe.vae, resize(request.view[None], size), repairer.device)
     view = tournament.composed(vae_decode(repairer.pipe.vae, z, repairer.device).cpu(), request)
-    after = tournament.look(torch.stack([shrink(v, tournament.parts.auditor.sizes[1]) for v in view]))[0]
+    after = tournament.look(torch.stack([shrink(v, tournament.parts.fine_size) for v in view]))[0]
     return after.safety - tournament.audit.safety
 
 
@@ -251,7 +242,7 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
     tournament = tournament_of(state, parts)
     knobs, unit, buckets, log_prob = actions(proposer, tournament, n)
     began = time.perf_counter()
-    done = tournament.play(knobs, proposer.name)
+    result = tournament.play(knobs, proposer.name)
     seconds = time.perf_counter() - began
     early = tournament.early(knobs)[0] if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
     seen = tournament.state
@@ -268,24 +259,24 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
         "image": seen.image_embed.tolist(),
         "latent": F.adaptive_avg_pool2d(seen.latent[None], POOL).flatten().tolist(),
         "channels": int(seen.latent.shape[0]),
-        "control_S": done.record.control["S"],
-        "control_F": done.record.control["F"],
+        "control_S": result.record.control["S"],
+        "control_F": result.record.control["F"],
         "null_change": null_change(tournament),
         "seconds": seconds,
-        "winner": -1 if done.record.winner is None else done.record.winner,
+        "winner": -1 if result.record.winner is None else result.record.winner,
     }
-    cells = [c.scores for c in done.record.candidates]
+    cells = [c.scores for c in result.record.candidates]
     row |= {name: [c[name] for c in cells] for name in "SFPBQ"}
     row |= {
-        "utility": [c.utility for c in done.record.candidates],
+        "utility": [c.utility for c in result.record.candidates],
         "depth": [k.depth for k in knobs],
         "unclipped": unit.flatten().tolist(),
         "bucket": buckets.tolist(),
         "log_prob": log_prob.tolist(),
-        "embeds": torch.stack([a.image_embed for a in done.audits]).flatten().tolist(),
+        "embeds": torch.stack([a.image_embed for a in result.audits]).flatten().tolist(),
         "early": early.flatten().tolist(),
     }
-    return row, done
+    return row, result
 
 
 def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: int, path: Path) -> int:
@@ -295,18 +286,18 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
 
     path.mkdir(parents=True, exist_ok=True)
     made_by = maker(guard, proposer, n)
-    parts_done = sorted(path.glob(f"{proposer.name}-{made_by}-*.parquet"))
-    done = {
+    files = sorted(path.glob(f"{proposer.name}-{made_by}-*.parquet"))
+    played = {
         (r["base"], r["prompt"], r["seed"])
-        for p in parts_done
+        for p in files
         for r in pq.read_table(p, columns=["base", "prompt", "seed"]).to_pylist()
     }
-    todo = [s for s in states if (s.base, s.prompt, s.seed) not in done]
+    todo = [s for s in states if (s.base, s.prompt, s.seed) not in played]
     rows: list[dict[str, Any]] = []
-    for k, state in enumerate(track(todo, description=f"{proposer.name} tournaments")):
+    for k, state in enumerate(track(todo, f"{proposer.name} tournaments")):
         rows.append(play(state, guard.parts, proposer, n)[0])
         if len(rows) == 25 or k == len(todo) - 1:
-            which = hashlib.sha256(repr([(r["base"], r["prompt"], r["seed"]) for r in rows]).encode()).hexdigest()[:12]
+            which = sha256_hex(repr([(r["base"], r["prompt"], r["seed"]) for r in rows]))[:12]
             name = path / f"{proposer.name}-{made_by}-{which}.parquet"
             part = name.with_suffix(".part")
             pq.write_table(pa.Table.from_pylist(rows), part)
@@ -316,12 +307,12 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
 
 
 def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
-    """Of what plays: another guard, another proposer or another size plays anew."""
+    """Hash of what plays: with another guard, proposer or number of candidates, tournaments are played anew."""
     own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
     looks = [guard.parts.auditor.sizes, guard.policy.digest()]
     weights = {k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")}  # of who plays
     text = repr([weights, *looks, sorted(guard.config.to_dict().items(), key=str), own, n, *more])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return sha256_hex(text)[:12]
 
 
 def read_rollouts(path: Path, proposer: str | None = None) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Several LoRAs trained one on top of the other, as one: ranks side by side.
 
-guardpaint train stack runs/sft runs/bco --out runs/mini-inpaint-safe
+guardpaint train mini-inpaint-safe --stage stack --out runs/mini-inpaint-safe
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from paperdolls.bases import LORA
-from guardpaint.store.checkpoint import read_json, write_atomic, write_json
+from guardpaint.draft.loading import LORA
 from guardpaint.errors import BadCheckpoint
+from guardpaint.store.checkpoint import read_json, write_atomic, write_json
 
 PREFIX = "base_model.model."
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,12 @@ from PIL import Image
 
 from guardpaint.errors import BadInput
 from guardpaint.testbed import KnownPicture, Prompt
+from paperdolls.auditor_lessons import SceneViews
 from paperdolls.captions import caption
+from paperdolls.dataset import WorldRows
 from paperdolls.masks import boxed, figure_mask, training_region
 from paperdolls.oracle import Oracle
+from paperdolls.pairs import ScenePairs, balanced_scenes
 from paperdolls.render import render
 from paperdolls.scene import HARD_NEGATIVES, UNSAFE_KINDS, Scene, safe_version, sample_scene
 from paperdolls.testbed import prompt_of
@@ -27,8 +30,6 @@ PICTURE_SEEDS = {
     "adaptive": 98_000_000,
 }
 """First scene of each split of known pictures: finished renders apart from every other split."""
-PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
-"""First scene of the inpainter's pairs; no other part trains on them."""
 CONTEXT = ("background", "light", "style")
 """Attributes that lie outside every mask."""
 
@@ -99,20 +100,6 @@ class OracleFeatures:
         return self.oracle.look(images).features.numpy()
 
 
-def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, Scene]]:
-    """Half nude, half violent, and safe scenes of the inpainter's seeds, in the order of their seeds."""
-    if split not in PAIR_SEEDS:
-        raise BadInput(f"split {split!r}: choose {', '.join(PAIR_SEEDS)}")
-    left = {"nudity": unsafe - unsafe // 2, "violence": unsafe // 2, "safe": safe}
-    seed = PAIR_SEEDS[split]
-    while any(left.values()):
-        scene = sample_scene(seed)
-        if left[scene.category]:
-            left[scene.category] -= 1
-            yield seed, scene
-        seed += 1
-
-
 class Repairs:
     """Held-out scenes to measure an inpainter on (`RepairCases`)."""
 
@@ -153,4 +140,4 @@ class Examples:
         )
 
 
-CAPABILITIES: tuple[type, ...] = (Pictures, OracleFeatures, Repairs, Examples)
+CAPABILITIES: tuple[type, ...] = (Pictures, OracleFeatures, Repairs, Examples, ScenePairs, SceneViews, WorldRows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from guardpaint.errors import BadInput
-from guardpaint.store.images import save_image
+from guardpaint.store.images import png_bytes, save_image
 from paperdolls.captions import caption
 from paperdolls.render import render
 from paperdolls.scene import KINDS, sample_scene
@@ -46,6 +46,17 @@ def records(split: str, count: int) -> Iterator[dict[str, Any]]:
         yield record(SPLITS[split] + i)
 
 
+class WorldRows:
+    """The world as a dataset without end (`Dataset`)."""
+
+    def rows(self, split: str, skip: int = 0) -> Iterator[dict[str, Any]]:
+        if split not in SPLITS:
+            raise BadInput(f"split {split!r}: choose one of {', '.join(SPLITS)}")
+        for seed in itertools.count(SPLITS[split] + skip):
+            row = record(seed)
+            yield {"image": {"bytes": png(row["image"])}, "caption": row["caption"], "category": row["category"]}
+
+
 def export(out: Path, split: str, count: int) -> Path:
     """One parquet file whose image and mask columns the `datasets` library decodes."""
     try:
@@ -74,9 +85,8 @@ def export(out: Path, split: str, count: int) -> Path:
 
 
 def png(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return buffer.getvalue()
+    """A picture or mask as a PNG file in memory."""
+    return png_bytes(Image.fromarray(array))
 
 
 def contact_sheet(

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, UInt8
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageFilter
 
+from guardpaint.train.auditor_pictures import brush
 from paperdolls.render import SIZE, render
 from paperdolls.scene import Scene
 
@@ -61,21 +62,6 @@ def training_mask(scene: Scene, seed: int) -> Bool[np.ndarray, "64 64"]:
     out = np.zeros((SIZE, SIZE), bool)
     out[y : y + h, x : x + w] = True
     return out
-
-
-def brush(rng: random.Random) -> Bool[np.ndarray, "64 64"]:
-    """A few thick strokes."""
-    image = Image.new("L", (SIZE, SIZE))
-    draw = ImageDraw.Draw(image)
-    x, y = rng.uniform(12, 52), rng.uniform(12, 52)
-    for _ in range(rng.randint(2, 6)):
-        to = (x + rng.gauss(0, 14), y + rng.gauss(0, 14))
-        r = rng.uniform(4, 9)
-        draw.line([(x, y), to], fill=255, width=int(2 * r))
-        draw.ellipse([to[0] - r, to[1] - r, to[0] + r, to[1] + r], fill=255)
-        x, y = min(58.0, max(6.0, to[0])), min(58.0, max(6.0, to[1]))
-    out = np.asarray(image) > 127
-    return out if out.any() else ~out
 
 
 def training_region(truth: Bool[np.ndarray, "h w"], seed: int) -> Bool[np.ndarray, "h w"]:

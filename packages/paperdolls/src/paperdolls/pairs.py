@@ -5,21 +5,39 @@ guardpaint data pairs OUT --split train --count 2000
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
+
 from guardpaint.config import GuardConfig
 from guardpaint.data.pairs import Pair, PairStore, Pixels, audited_mask, picture_of
+from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
+from guardpaint.store.progress import track
 from guardpaint.types import SAFE, Auditor
-from PIL import Image
-from rich.progress import track
-
-from paperdolls.capabilities import balanced_scenes
 from paperdolls.captions import caption
 from paperdolls.masks import figure_mask, training_region
 from paperdolls.render import render
-from paperdolls.scene import Scene, safe_version
+from paperdolls.scene import Scene, safe_version, sample_scene
+
+PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
+"""First scene of the inpainter's pairs; no other part trains on them."""
+
+
+def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, Scene]]:
+    """Half nude, half violent, and safe scenes of the inpainter's seeds, in the order of their seeds."""
+    if split not in PAIR_SEEDS:
+        raise BadInput(f"split {split!r}: choose {', '.join(PAIR_SEEDS)}")
+    left = {"nudity": unsafe - unsafe // 2, "violence": unsafe // 2, "safe": safe}
+    seed = PAIR_SEEDS[split]
+    while any(left.values()):
+        scene = sample_scene(seed)
+        if left[scene.category]:
+            left[scene.category] -= 1
+            yield seed, scene
+        seed += 1
 
 
 def scene_pair(
@@ -64,10 +82,17 @@ def make_pairs(
     have = store.keys()
     todo = [(s, scene) for s, scene in balanced_scenes(split, count, safe) if f"world-{s}" not in have]
     config = GuardConfig(mask_threshold="calibrated") if config is None else config
-    made: list[Pair] = []
-    for k, (seed, scene) in enumerate(track(todo, description=f"pairs {split}")):
-        made.append(scene_pair(store, split, seed, scene, auditor, config))
-        if len(made) == 100 or k == len(todo) - 1:
-            store.append(made)
-            made = []
+    batch: list[Pair] = []
+    for k, (seed, scene) in enumerate(track(todo, f"pairs {split}")):
+        batch.append(scene_pair(store, split, seed, scene, auditor, config))
+        if len(batch) == 100 or k == len(todo) - 1:
+            store.append(batch)
+            batch = []
     return len(todo)
+
+
+class ScenePairs:
+    """Pairs of scenes for the inpainter (`InpainterLessons`)."""
+
+    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
+        return make_pairs(out, split, unsafe, safe, auditor)

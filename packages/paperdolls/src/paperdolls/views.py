@@ -1,44 +1,52 @@
-"""Views of pictures that a base drew: renders drawn on from half noise, and whole generations.
+"""Views of scenes for the auditor: renders re-noised or drawn on from half noise by a base, and whole generations.
 
 guardpaint data views mini-sd --count 3000 --redrawn 1500 --trajectories 800 --judge DIR --out runs/views
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.progress import track
 from torch import Tensor
 
-from paperdolls.bases import NAMES, load_base, settings
+from guardpaint.bases import load_base
 from guardpaint.data.views import (
     KINDS,
+    Labelled,
+    Steps,
+    ViewedBase,
     Views,
-    as_bytes,
-    clean,
+    clean_pictures,
     joined,
     load_views,
-    renoised,
-    scene_truth,
+    renoised_pictures,
     stacked,
     store,
 )
 from guardpaint.draft import schedule
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
+from guardpaint.draft.conditioning import DenoiserCall
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.families import family_of
+from guardpaint.draft.tap import tapped
 from guardpaint.errors import BadInput
-from guardpaint.types import SAFE
+from guardpaint.store.images import as_pixels
+from guardpaint.store.progress import track
+from guardpaint.types import SAFE, Level
+from paperdolls.bases import NAMES
 from paperdolls.captions import caption
-from paperdolls.render import CODE
+from paperdolls.render import CODE, render
 from paperdolls.scene import Scene, safe_version, sample_scene
 
+WORLD = "paperdolls"
+"""Name of the testbed whose scenes the seeds of these views identify."""
 Judge = Callable[[Float[Tensor, "b 3 h w"]], tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Float[Tensor, " b"]]]
-"""Category, unsafe pixels and how sure it is that there are any."""
+"""Category, unsafe pixels, and how sure the judge is that there are any."""
 
 VIEW_SEEDS = {
     "train": 50_000_000,
@@ -47,55 +55,80 @@ VIEW_SEEDS = {
     "calibration": 80_000_000,
     "oracle": 44_000_000,
 }
-"""Scenes of the auditor's views, and of those the oracle learns from; the autoencoders and the bases have others."""
+"""First scene of each split of the auditor's views, and of those the oracle learns from; no other model sees them."""
 PER_BASE, REDRAWN_FROM, TRAJECTORIES_FROM = 50_000, 30_000, 40_000
-"""Seeds of one base, and where among them those of drawn pictures begin."""
+"""How many seeds a base has, and where among them those of redrawn and of generated pictures begin."""
 HALF_NOISE = (0.30, 0.55)
-"""Share of noise in a latent from which a render is drawn on: what it shows stays, how it looks becomes the base's."""
+"""Share of noise in a latent from which a render is drawn on: the content stays, the look becomes the base's."""
 SURE = 0.95
-"""A harmless prompt's picture is harmless, unless the judge is this sure of the contrary."""
+"""The picture of a harmless prompt counts as harmless unless the judge is this sure of the contrary."""
 
 
-def noise_share(level: Any) -> float:
+def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[Tensor, "b 64 64"], Int[Tensor, " b"]]:
+    """Renders, unsafe pixels and categories of scenes."""
+    drawn = [render(s) for s in scenes]
+    images = as_pixels([d.image for d in drawn])
+    masks = torch.stack([torch.from_numpy(d.mask) for d in drawn])
+    return images, masks, torch.tensor([CODE[s.category] for s in scenes])
+
+
+def labelled(seeds: list[int]) -> Labelled:
+    """Scenes by seed as a batch of pictures, each under its first caption."""
+    scenes = [sample_scene(s) for s in seeds]
+    images, masks, category = scene_truth(scenes)
+    return Labelled(images, masks, category, seeds, [caption(s, 0).text for s in scenes], tuple(CODE), WORLD)
+
+
+def renoised(base: ViewedBase, seeds: list[int]) -> Views:
+    """Scenes, re-noised."""
+    return renoised_pictures(base, labelled(seeds))
+
+
+def clean(vae: Any, seeds: list[int]) -> Views:
+    """Finished scenes; every second one went through the autoencoder."""
+    even = torch.arange(len(seeds)) % 2 == 0
+    return clean_pictures(vae, labelled(seeds), even, torch.device("cpu"))
+
+
+def noise_share(level: Level) -> float:
     return float(level.sigma / (level.sigma + level.signal))
 
 
 @torch.no_grad()
-def redrawn(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int]) -> Views:
+def redrawn(base: ViewedBase, seeds: list[int]) -> Views:
     """Renders as the base would draw them: half noised, then its own last steps; also the view before the last one."""
-    scenes = [sample_scene(s) for s in seeds]
-    images, masks, category = scene_truth(scenes)
+    scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
+    vae, cpu = base.pipe.vae, torch.device("cpu")
     g = torch.Generator().manual_seed(seeds[0])
-    z = vae_encode(pipe.vae, images, torch.device("cpu"))
-    base = Denoiser.from_prompts(pipe, [caption(s, 0).text for s in scenes], call)
-    steps = len(base.levels) - 1
+    z = vae_encode(vae, batch.images, cpu)
+    denoiser = Denoiser.from_prompts(base.pipe, batch.prompts, base.call)
+    levels, count = denoiser.levels, len(denoiser.levels) - 1
     low, high = HALF_NOISE
     middle = (low + high) / 2
-    able = [k for k in range(steps) if low <= noise_share(base.levels[k]) <= high]
-    able = able or [min(range(steps), key=lambda k: abs(noise_share(base.levels[k]) - middle))]
+    able = [k for k in range(count) if low <= noise_share(levels[k]) <= high]
+    able = able or [min(range(count), key=lambda k: abs(noise_share(levels[k]) - middle))]
     first = able[int(torch.randint(len(able), (), generator=g))]
-    start = base.levels[first]
+    start = levels[first]
     z = start.signal * z + start.sigma * torch.randn(z.shape, generator=g)
     late: list[Views] = []
-    for k in range(first, steps):
-        before, after = base.levels[k], base.levels[k + 1]
-        x0, noise = base.estimate(z, [before] * len(z))
+    for k in range(first, count):
+        before, after = levels[k], levels[k + 1]
+        x0, noise = denoiser.estimate(z, [before] * len(z))
         z = after.signal * x0 + after.sigma * noise
-        if k == steps - 2:
-            progress = torch.full((len(z),), (k + 1) / steps)
-            kind = KINDS.index("redrawn_x0")
-            left, right = [before] * len(z), [after] * len(z)
-            late.append(stacked(pipe, tiny, [x0], [kind], left, right, progress, masks, category, seeds, g))
-    done = finished(vae_decode(pipe.vae, z, torch.device("cpu")), masks, category, seeds, "redrawn")
-    whole = joined([*late, done])
-    kept = still_there(done.images.float() / 255, scenes)
+        if k == count - 2:
+            progress = torch.full((len(z),), (k + 1) / count)
+            steps = Steps([before] * len(z), [after] * len(z), progress)
+            late.append(stacked(base, batch, {"redrawn_x0": x0}, steps, g))
+    finished = batch.views(vae_decode(vae, z, cpu), "redrawn")
+    whole = joined([*late, finished])
+    kept = still_there(finished.images.float() / 255, scenes)
     return whole.rows(torch.nonzero(kept.repeat(len(whole) // len(kept)))[:, 0])
 
 
 def still_there(images: Float[Tensor, "b 3 h w"], scenes: list[Scene]) -> Bool[Tensor, " b"]:
-    """Whether what is unsafe about a scene survived its being drawn anew.
+    """Whether a redrawn scene still shows what makes it unsafe; always true for safe scenes.
 
-    There, the picture is nearer to the scene than to its safe version; a thin blade often is not. Safe scenes are.
+    It does if the picture is nearer to the scene's render than to that of its safe version, in the unsafe area.
     """
     found = []
     for image, scene in zip(images, scenes, strict=True):
@@ -108,77 +141,78 @@ def still_there(images: Float[Tensor, "b 3 h w"], scenes: list[Scene]) -> Bool[T
     return torch.tensor(found)
 
 
-def finished(
-    images: Float[Tensor, "b 3 h w"],
-    masks: Bool[Tensor, "b h w"],
-    category: Int[Tensor, " b"],
-    seeds: list[int],
-    kind: str,
-) -> Views:
-    """Pictures at the end of their way, as the pipeline decodes them."""
-    n = len(images)
-    none = torch.zeros(n)
-    kinds = torch.full((n,), KINDS.index(kind))
-    return Views(as_bytes(images), masks, category, none, torch.ones(n), kinds, none.long(), torch.tensor(seeds))
+@dataclass
+class Trajectory:
+    """Follows a generation through the tap: estimate, stepped latent and both levels of every step."""
 
+    pipe: Any
+    steps: int
+    seen: list[tuple[Tensor, Tensor, Level, Level]] = field(default_factory=list)
 
-def trajectory(pipe: Any, call: dict[str, Any], tiny: Any, seeds: list[int], judge: Judge) -> Views:
-    """Whole generations from prompts: one random step of each and the finished picture, where the label is sure."""
-    scenes = [sample_scene(s) for s in seeds]
-    g = torch.Generator().manual_seed(seeds[0])
-    seen: list[tuple[Tensor, Tensor, Any, Any]] = []
-    family = family_of(pipe)
-    scheduler = pipe.scheduler
-    original = scheduler.step
-    steps = int(call["num_inference_steps"])
-    levels = schedule.Levels(scheduler, steps)
-    size = int(pipe.vae.config.sample_size // pipe.vae_scale_factor)
+    def __post_init__(self) -> None:
+        self.family = family_of(self.pipe)
+        self.levels = schedule.Levels(self.pipe.scheduler, self.steps)
+        self.size = int(self.pipe.vae.config.sample_size // self.pipe.vae_scale_factor)
 
-    def step(output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-        levels.locate(timestep)
-        level, following = levels.at(len(seen)), levels.at(len(seen) + 1)
-        prediction = schedule.prediction_type(scheduler)
+    def before_call(self, call: DenoiserCall) -> DenoiserCall:
+        return call
+
+    def before_step(self, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.levels.locate(timestep)
+        return output
+
+    def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor:
+        level, following = self.levels.at(len(self.seen)), self.levels.at(len(self.seen) + 1)
+        prediction = schedule.prediction_type(self.pipe.scheduler)
         x0, _ = schedule.split(output.float(), sample.float(), level, prediction)
-        result = original(output, timestep, sample, *args, **kwargs)
-        shape = (size, size)
-        seen.append((family.unpack(x0, shape), family.unpack(result[0], shape), level, following))
-        return result
+        shape = (self.size, self.size)
+        self.seen.append((self.family.unpack(x0, shape), self.family.unpack(stepped, shape), level, following))
+        return stepped
 
-    scheduler.step = step
-    try:
-        prompts = [caption(s, 0).text for s in scenes]
+    def decoded(self, images: Tensor) -> None:
+        """The finished picture comes from the pipeline itself."""
+
+    def at(self, rows: list[int]) -> tuple[dict[str, Tensor], Steps]:
+        """Latents by kind, picture i at step rows[i]."""
+        x0 = torch.stack([self.seen[k][0][i] for i, k in enumerate(rows)])
+        stepped = torch.stack([self.seen[k][1][i] for i, k in enumerate(rows)])
+        progress = torch.tensor([(k + 1) / self.steps for k in rows])
+        steps = Steps([self.seen[k][2] for k in rows], [self.seen[k][3] for k in rows], progress)
+        return {"trajectory_x0": x0, "trajectory_stepped": stepped}, steps
+
+
+def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
+    """Whole generations from prompts: one random step of each and the finished picture, where the label is sure."""
+    scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
+    g = torch.Generator().manual_seed(seeds[0])
+    followed = Trajectory(base.pipe, base.steps)
+    with tapped(base.pipe, followed.family, followed):
         generators = [torch.Generator().manual_seed(s) for s in seeds]
-        done = pipe(prompts, generator=generators, **{**call, "output_type": "pt"}).images
-    finally:
-        scheduler.step = original
-    category, masks, sure = labels(torch.tensor([CODE[s.category] for s in scenes]), *judge(done))
+        images = base.pipe(batch.prompts, generator=generators, **{**base.call, "output_type": "pt"}).images
+    category, masks, sure = labels(batch.category, *judge(images))
     sure = sure & torch.tensor([s.kind != "blade" for s in scenes])  # bases lose blades, auditors see them all the same
-    pick = torch.randint(steps, (len(seeds),), generator=g).tolist()
-    latents = [torch.stack([seen[k][j][i] for i, k in enumerate(pick)]) for j in (0, 1)]
-    before, after = [seen[k][2] for k in pick], [seen[k][3] for k in pick]
-    progress = torch.tensor([(k + 1) / steps for k in pick])
-    kinds = [KINDS.index("trajectory_x0"), KINDS.index("trajectory_stepped")]
-    made = stacked(pipe, tiny, latents, kinds, before, after, progress, masks, category, seeds, g)
-    made = joined([made, finished(done.float(), masks, category, seeds, "generated")])
-    return made.rows(torch.nonzero(sure.repeat(3))[:, 0])
+    batch = replace(batch, category=category, masks=masks)
+    latents, steps = followed.at(torch.randint(base.steps, (len(seeds),), generator=g).tolist())
+    both = joined([stacked(base, batch, latents, steps, g), batch.views(images.float(), "generated")])
+    return both.rows(torch.nonzero(sure.repeat(3))[:, 0])
 
 
 def labels(
-    asked: Int[Tensor, " b"], said: Int[Tensor, " b"], where: Bool[Tensor, "b h w"], harm: Float[Tensor, " b"]
+    requested: Int[Tensor, " b"], judged: Int[Tensor, " b"], where: Bool[Tensor, "b h w"], harm: Float[Tensor, " b"]
 ) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Bool[Tensor, " b"]]:
-    """What a generated picture shows, and whether that is known: prompt and judge have to agree on a harm.
+    """Category and unsafe pixels of generated pictures, and whether prompt and judge agree on them.
 
-    A base seldom draws harm that nobody asked for, less often than an auditor takes something harmless for harm; so a
-    harmless prompt counts, unless the judge is sure.
+    A base draws harm that nobody asked for less often than an auditor takes something harmless for harm. So a picture
+    of a harmless prompt counts as harmless unless the judge is sure of harm.
     """
-    known = torch.where(asked == 0, harm < SURE, (said == asked) & where.flatten(1).any(1))
-    return asked, where & (asked != 0).view(-1, 1, 1), known
+    known = torch.where(requested == 0, harm < SURE, (judged == requested) & where.flatten(1).any(1))
+    return requested, where & (requested != 0).view(-1, 1, 1), known
 
 
 def audited(auditor: Any) -> Judge:
-    """Category and mask of finished pictures by an auditor that was trained on finished ones.
+    """A judge from an auditor that was trained on finished pictures.
 
-    Not by the oracle: what judges an evaluation must not have taught what is judged.
+    The oracle is not used here: what judges an evaluation must not have taught the model that is judged.
     """
 
     def judge(
@@ -196,55 +230,58 @@ def audited(auditor: Any) -> Judge:
 
 def make_views(
     name: str,
-    tiny: Any,
     out: Path,
     split: str,
-    count: int,
-    drawn_on: int = 0,
-    trajectories: int = 0,
+    counts: Mapping[str, int],
+    tiny: Any = None,
     judge: Judge | None = None,
     batch: int = 32,
 ) -> Path:
-    """Views of one base and split, in whole batches that a later run does not make again."""
+    """Views of one base and split, in whole batches that a later run does not make again.
+
+    `counts` says how many scenes are re-noised, redrawn and generated (`trajectories`).
+    """
     if split not in VIEW_SEEDS:
         raise BadInput(f"split {split!r}: choose {', '.join(VIEW_SEEDS)}")
+    if name not in NAMES:
+        raise BadInput(f"base {name!r}: views of this world are made with one of {', '.join(NAMES)}")
     path = out / f"{name}-{split}.pt"
-    made: list[Views] = [load_views(path)] if path.exists() else []
-    pipe, call = load_base(name), settings(name)
-    channels = int(pipe.vae.config.latent_channels)
+    parts: list[Views] = [load_views(path)] if path.exists() else []
+    found = load_base(name)
+    base = ViewedBase(found.pipe, dict(found.call), tiny)
+    channels = int(base.pipe.vae.config.latent_channels)
     if tiny is not None and int(tiny.config.latent_channels) != channels:
         raise BadInput(f"{name} has latents of {channels} channels, the tiny decoder of {tiny.config.latent_channels}")
-    if not made and not count + drawn_on + trajectories:
+    if not parts and not any(counts.values()):
         raise BadInput(f"no views of {name} are asked for: give --count, --redrawn or --trajectories")
+    if counts.get("trajectories") and judge is None:
+        raise BadInput("trajectories are labelled by an auditor trained on finished pictures: name it with --judge")
     first = VIEW_SEEDS[split] + NAMES.index(name) * PER_BASE
 
-    def some(seeds: list[int]) -> Views:
-        return joined([renoised(pipe, call, tiny, seeds), clean(pipe.vae, seeds[: batch // 4])])
-
-    def on(seeds: list[int]) -> Views:
-        return redrawn(pipe, call, tiny, seeds)
+    def both(seeds: list[int]) -> Views:
+        return joined([renoised(base, seeds), clean(base.pipe.vae, seeds[: batch // 4])])
 
     def whole(seeds: list[int]) -> Views:
         assert judge is not None
-        return trajectory(pipe, call, tiny, seeds, judge)
+        return trajectory(base, seeds, judge)
 
-    todo: list[tuple[str, str, int, int, Callable[[list[int]], Views]]] = [
-        ("views", "x0", 0, count, some),
-        ("drawn on", "redrawn", REDRAWN_FROM, drawn_on, on),
-        ("trajectories", "generated", TRAJECTORIES_FROM, trajectories, whole),
+    todo: list[tuple[str, str, int, Callable[[list[int]], Views]]] = [
+        ("renoised", "x0", 0, both),
+        ("redrawn", "redrawn", REDRAWN_FROM, lambda seeds: redrawn(base, seeds)),
+        ("trajectories", "generated", TRAJECTORIES_FROM, whole),
     ]
-    for what, kind, offset, wanted, make in todo:
-        have = batches_of(made, KINDS.index(kind), first + offset, batch)
-        for k in track(range(have, -(-wanted // batch)), description=f"{name} {split} {what}"):
+    for what, kind, offset, make in todo:
+        have = batches_of(parts, KINDS.index(kind), first + offset, batch)
+        for k in track(range(have, -(-counts.get(what, 0) // batch)), f"{name} {split} {what}"):
             with torch.no_grad():
-                made.append(make([first + offset + k * batch + i for i in range(batch)]))
+                parts.append(make([first + offset + k * batch + i for i in range(batch)]))
             if k % 20 == 19:
-                made = [store(made, path)]
-    store(made, path)
+                parts = [store(parts, path)]
+    store(parts, path)
     return path
 
 
-def batches_of(made: list[Views], kind: int, first: int, batch: int) -> int:
-    """How many whole batches of seeds have been used up, pictures that were dropped included."""
-    used = [int(v.seeds[v.kind == kind].max()) - first + 1 for v in made if bool((v.kind == kind).any())]
+def batches_of(parts: list[Views], kind: int, first: int, batch: int) -> int:
+    """How many whole batches of seeds were used before, including pictures that were dropped."""
+    used = [int(v.seeds[v.kind == kind].max()) - first + 1 for v in parts if bool((v.kind == kind).any())]
     return -(-max(used, default=0) // batch)

@@ -1,6 +1,6 @@
 """Distil many guided steps of a finished mini-sd3 into four unguided ones (mini-sd3-turbo), as a LoRA.
 
-guardpaint train distil --config configs/train/mini-sd3-turbo.yaml --teacher runs/mini-sd3 --out runs/mini-sd3-turbo
+guardpaint train mini-sd3-turbo --out runs/mini-sd3-turbo
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from guardpaint.draft.denoiser import Denoiser
+from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import fingerprint as weights_of
-from guardpaint.store.checkpoint import read_json
+from guardpaint.store.checkpoint import read_json, write_tensors
 from guardpaint.store.images import save_image
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card, write_tensors
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from paperdolls.captions import caption
-from paperdolls.models.generator import load_pipeline, sample_sheet
+from paperdolls.models.generator import sample_sheet
 from paperdolls.models.teachers import Text, sd3_velocity
 from paperdolls.models.vae import TRAIN_SEEDS
 from paperdolls.scene import sample_scene
@@ -148,15 +149,16 @@ def with_lora(net: Any, rank: int, seed: int) -> Any:
 LORA_TARGETS = r".*\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out|net\.0\.proj|net\.2)"
 
 
-def run(config_file: Path, teacher_dir: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
-    """Distil and save: a LoRA beside the teacher, or a whole pipeline."""
-    shape, config = load_config(config_file, DistilConfig)
+def run(run: Run, teacher: Path) -> None:
+    """Distil a finished mini-sd3 and save the student: a LoRA for the teacher, or a whole pipeline."""
+    shape, config = load_config(run.config_file, DistilConfig)
+    out = run.out
     torch.set_num_threads(config.threads)
-    pipe = load_pipeline(teacher_dir / "model")
-    card = read_json(teacher_dir / "model" / "card.json")
+    pipe = load_pipeline(teacher)
+    card = read_json(teacher / "card.json")
     length = int(card["settings"]["max_sequence_length"])
     if type(pipe).__name__ != "StableDiffusion3Pipeline":
-        raise BadConfig(f"{teacher_dir}: {type(pipe).__name__} cannot be distilled; a StableDiffusion3Pipeline can")
+        raise BadConfig(f"{teacher}: {type(pipe).__name__} cannot be distilled; a StableDiffusion3Pipeline can")
     student = with_lora(copy.deepcopy(pipe.transformer), shape.rank, config.seed)
     out.mkdir(parents=True, exist_ok=True)
     settings = {**card["settings"], "num_inference_steps": shape.steps, "guidance_scale": 1.0}
@@ -168,13 +170,13 @@ def run(config_file: Path, teacher_dir: Path, out: Path, minutes: float | None, 
         sheet, _ = sample_sheet(drawn, settings)
         save_image(sheet, path)
 
-    fit(student, *step, config, out, minutes=minutes, sample=sample, quiet=quiet)
+    fit(student, *step, config, run, sample=sample)
     done = finished(out, config)
     if done is None:
         return
     sample(student, out / "samples.png")
     save_student(pipe, student, shape, out / "model")
-    command = f"guardpaint train distil --config {config_file} --teacher {teacher_dir} --out {out}"
+    command = run.command("distil", teacher=teacher)
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     write_card(out, command, done, settings=settings, parameters={"trained": trained}, starts_from=card)
     print(f"saved to {out / 'model'}")

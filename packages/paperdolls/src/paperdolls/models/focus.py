@@ -12,7 +12,7 @@ from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
-from guardpaint.train.engine import write_tensors
+from guardpaint.store.checkpoint import write_tensors
 from paperdolls.masks import differs, figure_mask
 from paperdolls.render import render
 from paperdolls.scene import Scene, sample_scene

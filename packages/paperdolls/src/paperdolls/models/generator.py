@@ -1,10 +1,11 @@
 """Train a base model of the paper-doll world: mini-sd, mini-inpaint, mini-sdxl, mini-sd3 or mini-flux.
 
-guardpaint train generator --config configs/train/mini-sd.yaml --vae src/guardpaint/assets/vae4 --out runs/mini-sd
+guardpaint train mini-sd --out runs/mini-sd
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
+from guardpaint.draft.loading import load_pipeline
+from guardpaint.errors import BadConfig
 from guardpaint.store.checkpoint import read_json
-from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.images import save_image
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.latents import fingerprint, tokenise
+from paperdolls.captions import caption
+from paperdolls.masks import boxed, figure_mask
 from paperdolls.models.focus import Focus, look_at, weights
-from paperdolls.models.latents import SceneLatents, encode_scenes, fingerprint, tokenise
+from paperdolls.models.latents import SceneLatents, SceneRange, encode_scenes
 from paperdolls.models.reader import load_reader, t5_tokenizer
 from paperdolls.models.recipe import Batch, GeneratorConfig, Recipe
 from paperdolls.models.recipes import build
 from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
-from paperdolls.captions import caption
-from paperdolls.masks import boxed, figure_mask
 from paperdolls.render import render
 from paperdolls.scene import sample_scene
 from paperdolls.tokenizer import train_tokenizer, world_captions
@@ -83,18 +86,22 @@ def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
     return CLIPTokenizer.from_pretrained(words), other
 
 
-def run(
-    config_file: Path,
-    vae_dir: Path,
-    out: Path,
-    minutes: float | None,
-    warm: Path | None = None,
-    teacher: Path | None = None,
-    quiet: bool = False,
-    words: Path | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Start:
+    """Finished models that a generator begins with; each is optional."""
+
+    warm: Path | None = None
+    """A pipeline whose weights it takes over (inpaint and sdxl: a mini-sd; flux: a mini-sd3)."""
+    teacher: Path | None = None
+    """A pipeline whose guided predictions it imitates (flux: a mini-sd, a mini-sd3 or a mini-flux)."""
+    words: Path | None = None
+    """A T5 that `reader` saved, to start with (flux)."""
+
+
+def run(run: Run, vae_dir: Path, start: Start) -> None:
     """Encode the scenes once, train, and save the pipeline with its card when done."""
-    shape, config = load_config(config_file, GeneratorConfig)
+    shape, config = load_config(run.config_file, GeneratorConfig)
+    out = run.out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(config.threads)
     vae = load_autoencoder(vae_dir)
@@ -102,20 +109,20 @@ def run(
     masks = MASKS_PER_SCENE if shape.family == "inpaint" else 0
     kind = "masked" if masks else "two-texts" if other else "one-text"
     cache = out.parent / f"latents-{fingerprint(vae)}-{kind}.pt"
-    data = encode_scenes(
-        vae, tokenizer, TRAIN_SEEDS, shape.scenes, shape.captions, cache, other_tokenizer=other, masks=masks
-    )
+    wanted = SceneRange(TRAIN_SEEDS, shape.scenes, shape.captions, masks)
+    data = encode_scenes(vae, tokenizer, wanted, cache, other_tokenizer=other)
     size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
     focus = None
     if shape.focus or shape.hard:
         focus = look_at(TRAIN_SEEDS, shape.scenes, size, out.parent / f"figures-{TRAIN_SEEDS}-{shape.scenes}.pt")
     model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
-    if warm is not None:
-        model.adopt(with_words(load_pipeline(warm), tokenizer, other, warm, shorter=shape.family == "flux"))
-    if words is not None:
-        model.read_with(load_reader(words, other) if other is not None else None)
-    if teacher is not None:
-        model.learn_from(with_words(load_pipeline(teacher), tokenizer, other, teacher))
+    if start.warm is not None:
+        pipe = load_pipeline(start.warm)
+        model.adopt(with_words(pipe, tokenizer, other, start.warm, shorter=shape.family == "flux"))
+    if start.words is not None:
+        model.read_with(load_reader(start.words, other) if other is not None else None)
+    if start.teacher is not None:
+        model.learn_from(with_words(load_pipeline(start.teacher), tokenizer, other, start.teacher))
     for part in model.adopted:
         part.requires_grad_(False)
     empty = tokenise(tokenizer, [""])[0]
@@ -127,16 +134,10 @@ def run(
         save_image(sheet, path)
         path.with_suffix(".txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
 
-    fit(
-        model,
-        lambda step: batch_of(data, step, config, shape, empty, other_empty, focus),
-        lambda net, batch: net(batch),
-        config,
-        out,
-        minutes=minutes,
-        sample=sample,
-        quiet=quiet,
-    )
+    def batches(step: int) -> Batch:
+        return batch_of(data, step, config, shape, empty, other_empty, focus)
+
+    fit(model, batches, lambda net, batch: net(batch), config, run, sample=sample)
     done = finished(out, config)
     if done is None:
         return
@@ -148,11 +149,10 @@ def run(
         if isinstance(part, nn.Module)
     }
     pipe.to(torch.float16).save_pretrained(out / "model")
-    command = f"guardpaint train generator --config {config_file} --vae {vae_dir} --out {out}"
-    command += (f" --warm {warm}" if warm else "") + (f" --teacher {teacher}" if teacher else "")
-    command += f" --words {words}" if words else ""
-    read = {"words": read_json(words / "card.json")} if words and (words / "card.json").exists() else {}
-    write_card(out, command, done, warm, settings=model.settings, parameters=parameters, **read)
+    command = run.command("generator", vae=vae_dir, warm=start.warm, teacher=start.teacher, words=start.words)
+    card = start.words / "card.json" if start.words is not None else None
+    read = {"words": read_json(card)} if card is not None and card.exists() else {}
+    write_card(out, command, done, start.warm, settings=model.settings, parameters=parameters, **read)
     print(f"saved to {out / 'model'}")
 
 
@@ -163,18 +163,6 @@ def with_words(pipe: Any, tokenizer: Any, other: Any, path: Path, shorter: bool 
     another = other is not None and pieces is not None and pieces.get_vocab() != other.get_vocab()
     if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or cut or another:
         raise BadConfig(f"{path}: its tokenizer is another; use the same merges and tokens as that model's config")
-    return pipe
-
-
-def load_pipeline(path: Path) -> Any:
-    """A saved pipeline of any family, in fp32, progress bar off."""
-    from diffusers import DiffusionPipeline
-
-    try:
-        pipe = DiffusionPipeline.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise BadCheckpoint(f"{path}: not a saved pipeline ({error})") from error
-    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 

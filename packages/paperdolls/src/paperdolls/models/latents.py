@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
-from guardpaint.store.images import as_pixels
-from guardpaint.train.engine import write_tensors
+from guardpaint.store.checkpoint import write_tensors
+from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 from paperdolls.captions import caption
 from paperdolls.masks import training_mask
 from paperdolls.render import render
@@ -42,19 +41,24 @@ class SceneLatents:
         return len(self.latents)
 
 
+@dataclass(frozen=True)
+class SceneRange:
+    """Which scenes to encode, and how much of each."""
+
+    first: int
+    """Seed of the first scene."""
+    count: int
+    captions: int = 1
+    """Captions per scene."""
+    masks: int = 0
+    """Training masks per scene; 0 for models that fill none."""
+
+
 def encode_scenes(
-    vae: Any,
-    tokenizer: Any,
-    first: int,
-    count: int,
-    captions: int,
-    cache: Path,
-    *,
-    other_tokenizer: Any = None,
-    masks: int = 0,
-    batch: int = 64,
+    vae: Any, tokenizer: Any, wanted: SceneRange, cache: Path, *, other_tokenizer: Any = None, batch: int = 64
 ) -> SceneLatents:
     """Render, encode and tokenise scenes; a finished cache of the same request is reused."""
+    first, count, captions, masks = wanted.first, wanted.count, wanted.captions, wanted.masks
     key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
     lengths = [(len(t), t.model_max_length) for t in (tokenizer, other_tokenizer) if t is not None]
     key |= {"vae": fingerprint(vae), "texts": lengths}
@@ -92,30 +96,3 @@ def widened(parts: dict[str, Tensor]) -> SceneLatents:
     """From the file's small types to those of training."""
     wide = {torch.float16: torch.float32, torch.int16: torch.int64}
     return SceneLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in parts.items()})
-
-
-def fingerprint(vae: Any) -> str:
-    """Which autoencoder made the latents: scale, shift and a digest of what encodes, as precise as it is shipped."""
-    digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
-    for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
-        digest.update(value.half().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
-    """uint8 pictures as channels-last pixels in [−1, 1]."""
-    return (2 * as_pixels(images) - 1).contiguous(memory_format=torch.channels_last)
-
-
-def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
-    """Scaled latents at the posterior's mode, in half precision."""
-    with torch.no_grad():
-        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
-    return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
-
-
-def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:
-    """Padded and cut to the tokenizer's length, as the pipelines do."""
-    return tokenizer(
-        texts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-    ).input_ids

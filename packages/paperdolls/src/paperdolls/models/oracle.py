@@ -1,8 +1,6 @@
 """Train the evaluation oracle on renders of its own scenes, on autoencoder round trips and on soft versions of them.
 
-guardpaint train oracle --config configs/train/oracle.yaml --vae assets/vae4 --vae assets/vae16 --out runs/oracle
-guardpaint train oracle … --warm runs/oracle/model --soft src/guardpaint/assets/mini-sd   # also as a base guesses them
-guardpaint train oracle … --warm runs/oracle/model --drawn runs/views        # also as all bases draw them
+guardpaint train oracle --set views=runs/views --out runs/oracle
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from torch import Tensor, nn
 
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.draft.denoiser import Denoiser
+from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.store.checkpoint import load_strict
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.latents import encoded, pixels_of, tokenise
 from paperdolls.captions import caption
 from paperdolls.masks import differs
-from paperdolls.models.generator import load_pipeline
-from paperdolls.models.latents import encoded, pixels_of, tokenise
 from paperdolls.models.vae import load_autoencoder
 from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
 from paperdolls.render import render
@@ -148,7 +146,7 @@ class Softener:
 
     def __init__(self, pipe: Any) -> None:
         if type(pipe).__name__ != "StableDiffusionPipeline":
-            raise BadConfig(f"a {type(pipe).__name__} cannot show scenes softly; give --soft a saved mini-sd")
+            raise BadConfig(f"a {type(pipe).__name__} cannot show scenes softly; the input `soft` is a saved mini-sd")
         self.pipe = pipe
         for part in (pipe.unet, pipe.text_encoder, pipe.vae):
             part.requires_grad_(False).eval()
@@ -235,26 +233,34 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def train(
-    shape: OracleConfig,
-    config: TrainConfig,
-    vaes: Sequence[Any],
-    out: Path,
-    minutes: float | None,
-    quiet: bool,
-    warm: Path | None = None,
-    soft: Path | None = None,
-    drawn: Path | None = None,
-) -> OracleNet:
+@dataclass(frozen=True)
+class Sources:
+    """What the oracle's pictures pass through, and what it starts from."""
+
+    vaes: Sequence[Path]
+    """Autoencoders whose round trips it should know."""
+    warm: Path | None = None
+    """A finished oracle to start from."""
+    soft: Path | None = None
+    """A saved mini-sd: part of the scenes is shown as it would guess them."""
+    drawn: Path | None = None
+    """A folder of views of split oracle: part of the scenes is shown as the bases drew them."""
+
+    def __post_init__(self) -> None:
+        if self.soft is not None and self.drawn is not None:
+            raise BadConfig("soft and drawn: give one or the other; drawn pictures need no softening")
+
+
+def train(shape: OracleConfig, config: TrainConfig, run: Run, sources: Sources) -> OracleNet:
+    """Train the network on its own scenes, as `sources` show them."""
+    vaes = [load_autoencoder(v) for v in sources.vaes]
+    warm, soft, drawn = sources.warm, sources.soft, sources.drawn
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         net = OracleNet(shape)
     if warm is not None:
         new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
         load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
-
-    if soft is not None and drawn is not None:
-        raise BadConfig("--soft and --drawn: one or the other; drawn pictures need no softening")
     part = 3 if drawn is not None else 2 if soft is not None else 1 if warm is not None else 0
     first, n = ORACLE_SEEDS + UNSEEN * part, config.batch_size
     softener = Softener(load_pipeline(soft)) if soft is not None else None
@@ -276,35 +282,24 @@ def train(
         print(f"{path.stem}: {summary(held_out_rows(Oracle(snapshot), HELD_OUT, 400))}", flush=True)
         snapshot.requires_grad_(True).train(trained)
 
-    fitted = fit(net, batches, losses, config, out, minutes=minutes, sample=sample, quiet=quiet)
+    fitted = fit(net, batches, losses, config, run, sample=sample)
     assert isinstance(fitted, OracleNet)
     return fitted
 
 
-def run(
-    config_file: Path,
-    vae_dirs: Sequence[Path],
-    out: Path,
-    minutes: float | None,
-    warm: Path | None = None,
-    quiet: bool = False,
-    soft: Path | None = None,
-    drawn: Path | None = None,
-) -> None:
+def run(run: Run, sources: Sources) -> None:
     """Train, measure on held-out renders, save with its card."""
-    shape, config = load_config(config_file, OracleConfig)
+    shape, config = load_config(run.config_file, OracleConfig)
+    out = run.out
     torch.set_num_threads(config.threads)
-    net = train(shape, config, [load_autoencoder(v) for v in vae_dirs], out, minutes, quiet, warm, soft, drawn)
+    net = train(shape, config, run, sources)
     done = finished(out, config)
     if done is None:
         return
     oracle = Oracle(net)
     oracle.save(out / "model")
     found = summary(held_out_rows(oracle, HELD_OUT, 2000))
-    vaes = " ".join(f"--vae {v}" for v in vae_dirs)
-    command = f"guardpaint train oracle --config {config_file} {vaes} --out {out}"
-    command += (f" --warm {warm}" if warm else "") + (f" --soft {soft}" if soft else "")
-    command += f" --drawn {drawn}" if drawn else ""
+    command = run.command("oracle", vae=sources.vaes, warm=sources.warm, soft=sources.soft, drawn=sources.drawn)
     metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
-    write_card(out, command, done, warm, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
+    write_card(out, command, done, sources.warm, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
     print(found)

@@ -1,9 +1,9 @@
 """Teach a T5 to read before a picture hangs on it: from the states of a caption, name what the scene shows.
 
-guardpaint train reader --config configs/train/mini-t5.yaml --out runs/mini-t5
+guardpaint train mini-flux --stage words --out runs/mini-flux
 
 A text encoder that learns from the error of pictures alone learns its words last; one that can read is listened to
-from the first step on (`train generator --words OUT/model`).
+from the first step on (input `words` of the trainer `generator`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.seeds import derive
-from guardpaint.train.engine import finished, fit, load_config, write_card
-from paperdolls.models.latents import tokenise
+from guardpaint.train.engine import Run, finished, fit, load_config, write_card
+from guardpaint.train.latents import tokenise
+from paperdolls.captions import Caption, caption
 from paperdolls.models.recipe import GeneratorConfig, t5_text
 from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS
-from paperdolls.captions import Caption, caption
 from paperdolls.scene import (
     BACKGROUNDS,
     COLOURS,
@@ -125,8 +125,10 @@ def accuracy(net: Reader, batch: Lesson) -> dict[str, float]:
     return out
 
 
-def run(config_file: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
-    shape, config = load_config(config_file, GeneratorConfig)
+def run(run: Run) -> None:
+    """Train the T5 with its questions; when done, measure what it reads and save it with its card."""
+    shape, config = load_config(run.config_file, GeneratorConfig)
+    out = run.out
     torch.set_num_threads(config.threads)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = t5_tokenizer(shape, out / "tokenizer")
@@ -139,7 +141,7 @@ def run(config_file: Path, out: Path, minutes: float | None, quiet: bool = False
         scenes = (TRAIN_SEEDS + torch.randint(shape.scenes, (config.batch_size,), generator=g)).tolist()
         return lesson(tokenizer, scenes, step % shape.captions)
 
-    fitted = fit(model, batches, losses, config, out, minutes=minutes, quiet=quiet)
+    fitted = fit(model, batches, losses, config, run)
     done = finished(out, config)
     if done is None:
         return
@@ -147,7 +149,7 @@ def run(config_file: Path, out: Path, minutes: float | None, quiet: bool = False
     read = accuracy(fitted, lesson(tokenizer, range(TEST_SEEDS, TEST_SEEDS + 1000), 0))
     fitted.text.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
-    write_card(out, f"guardpaint train reader --config {config_file} --out {out}", done, read=read)
+    write_card(out, run.command("reader"), done, read=read)
     print(f"saved to {out / 'model'}; read rightly: {read}")
 
 
@@ -167,7 +169,7 @@ def load_reader(path: Path, tokenizer: Any) -> Any:
     try:
         text, own = T5EncoderModel.from_pretrained(path), T5Tokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"{path}: not a T5 saved by `guardpaint train reader` ({error})") from error
+        raise BadCheckpoint(f"{path}: not a T5 saved by the trainer `reader` ({error})") from error
     if own.get_vocab() != tokenizer.get_vocab():
         raise BadConfig(f"{path}: its tokenizer is another; train it with the `model` section of this config")
     return text

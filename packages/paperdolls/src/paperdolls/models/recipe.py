@@ -135,12 +135,6 @@ class Recipe(nn.Module, ABC):
         raise BadConfig(f"{type(self).__name__} cannot be taught by {type(pipe).__name__}")
 
 
-def min_snr_weight(alpha: Float[Tensor, " b"], gamma: float) -> Float[Tensor, " b"]:
-    """min(SNR, γ)/SNR for ε-prediction."""
-    snr = alpha / (1 - alpha)
-    return snr.clamp(max=gamma) / snr
-
-
 def clip_text(config: GeneratorConfig, vocab: int, *, projection: bool) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 

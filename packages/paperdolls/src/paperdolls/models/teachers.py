@@ -13,7 +13,7 @@ from torch import Tensor
 from guardpaint.draft import flux, sd3
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.types import Level
-from paperdolls.models.latents import tokenise
+from guardpaint.train.latents import tokenise
 from paperdolls.models.recipe import Batch
 
 Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]

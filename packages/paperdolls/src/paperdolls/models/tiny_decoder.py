@@ -1,6 +1,6 @@
 """Train a tiny autoencoder (AutoencoderTiny) on the latents of a full one: cheap views for audits.
 
-guardpaint train tiny --config configs/train/tiny4.yaml --vae src/guardpaint/assets/vae4 --out runs/tiny4
+guardpaint train tiny4 --out runs/tiny4
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.store.images import save_image
-from guardpaint.train.engine import finished, fit, load_config, write_card
+from guardpaint.train.engine import Run, finished, fit, load_config, write_card
 from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder, scenes
 
 FIRST = TRAIN_SEEDS + 3_000_000
@@ -71,9 +71,10 @@ def latents(vae: Any, images: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h 
     return (vae.encode(images).latent_dist.mode() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
-def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quiet: bool = False) -> None:
-    """Train, measure, save with its card."""
-    shape, config = load_config(config_file, TinyConfig)
+def run(run: Run, vae_dir: Path) -> None:
+    """Train a tiny decoder for the latents of this autoencoder, measure it, save it with its card."""
+    shape, config = load_config(run.config_file, TinyConfig)
+    out = run.out
     torch.set_num_threads(config.threads)
     vae = load_autoencoder(vae_dir)
     held_out = scenes(TEST_SEEDS, 64)
@@ -95,7 +96,7 @@ def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quie
         print(f"{path.name}: {quality(model, vae, held_out).mean():.2f} dB on 64 held-out scenes", flush=True)
 
     model = build(shape, vae.config.latent_channels, config.seed)
-    fit(model, batches, lambda m, b: imitation(m, *b), config, out, minutes=minutes, sample=sample, quiet=quiet)
+    fit(model, batches, lambda m, b: imitation(m, *b), config, run, sample=sample)
     done = finished(out, config)
     if done is None:
         return
@@ -105,7 +106,7 @@ def run(config_file: Path, vae_dir: Path, out: Path, minutes: float | None, quie
     saved = read_json(out / "model" / "config.json")
     saved.pop("block_out_channels", None)  # diffusers writes it, and warns about it on every load
     write_json(out / "model" / "config.json", saved)
-    command = f"guardpaint train tiny --config {config_file} --vae {vae_dir} --out {out}"
+    command = run.command("tiny", vae=vae_dir)
     metrics = {"psnr": {"value": float(values.mean()), "n": len(values)}}
     write_card(out, command, done, parameters=sum(p.numel() for p in model.parameters()), metrics=metrics)
     print(f"{float(values.mean()):.2f} dB; saved to {out / 'model'}")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.errors import BadConfig
-from paperdolls.models.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, min_snr_weight, quiet
+from guardpaint.train.alignment_loss import min_snr_weight
+from paperdolls.models.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, quiet
 
 
 def unet(config: GeneratorConfig, latent_channels: int, size: int, in_channels: int, text: int, **extra: Any) -> Any:

@@ -1,6 +1,6 @@
 """Train an autoencoder of the paper-doll world.
 
-guardpaint train vae --config configs/train/vae4.yaml --out runs/vae4 [--minutes 60] [--warm runs/other/model]
+guardpaint train vae4 --out runs/vae4 [--minutes 60]
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.images import save_image
-from guardpaint.train.engine import TrainConfig, finished, fit, load_config, write_card
-from paperdolls.models.latents import pixels_of
+from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.latents import pixels_of
 from paperdolls.render import render
 from paperdolls.scene import sample_scene
 
@@ -104,14 +104,7 @@ def psnr(model: Any, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, " b"]:
     return -10 * torch.log10((((out - images) / 2) ** 2).mean((1, 2, 3)))
 
 
-def train(
-    shape: VaeConfig,
-    config: TrainConfig,
-    out: Path,
-    minutes: float | None,
-    quiet: bool = False,
-    warm: Path | None = None,
-) -> Any:
+def train(shape: VaeConfig, config: TrainConfig, run: Run, warm: Path | None = None) -> Any:
     """Train from scratch, or from the weights of an earlier autoencoder: of the same shape, or with fewer levels."""
     model = build(shape, config.seed)
     if warm is not None:
@@ -135,7 +128,7 @@ def train(
         )
         print(f"{path.name}: {psnr(model, held_out).mean():.2f} dB on 64 held-out scenes", flush=True)
 
-    return fit(model, batches, losses, config, out, minutes=minutes, sample=sample, quiet=quiet)
+    return fit(model, batches, losses, config, run, sample=sample)
 
 
 @torch.no_grad()
@@ -225,10 +218,11 @@ def load_autoencoder(path: Path) -> Any:
     return vae.float().eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
-def run(config_file: Path, out: Path, minutes: float | None, warm: Path | None = None) -> None:
+def run(run: Run, warm: Path | None = None) -> None:
     """Train from a config file; a finished run is measured and saved with its card."""
-    model_shape, train_config = load_config(config_file, VaeConfig)
-    model = train(model_shape, train_config, out, minutes, warm=warm)
+    model_shape, train_config = load_config(run.config_file, VaeConfig)
+    out = run.out
+    model = train(model_shape, train_config, run, warm)
     done = finished(out, train_config)
     if done is None:
         return
@@ -237,7 +231,7 @@ def run(config_file: Path, out: Path, minutes: float | None, warm: Path | None =
     half = 1.96 * float(values.std()) / len(values) ** 0.5
     mean = float(values.mean())
     model.half().save_pretrained(out / "model")
-    command = f"guardpaint train vae --config {config_file} --out {out}" + (f" --warm {warm}" if warm else "")
+    command = run.command("vae", warm=warm)
     metrics = {"psnr": {"value": mean, "ci": [mean - half, mean + half], "n": len(values), "goal": ">=27"}}
     write_card(out, command, done, parameters=sum(p.numel() for p in model.parameters()), metrics=metrics)
     print(f"{mean:.2f} dB over {len(values)} held-out scenes; saved to {out / 'model'}")

@@ -1,0 +1,202 @@
+"""What an auditor learns from scenes: fresh renders with safe twins, repairs, half repairs, many captions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from guardpaint.data.lessons import BalancedRows, Lesson, LessonSettings
+from guardpaint.data.views import Shelf, Views
+from guardpaint.errors import BadInput
+from guardpaint.train.auditor_pictures import brush, strength_of
+from paperdolls.captions import WORDS, caption
+from paperdolls.masks import grown
+from paperdolls.render import CODE, render
+from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
+from paperdolls.views import WORLD, audited, make_views, scene_truth
+
+FRESH_SEEDS = 55_000_000
+"""First scene that is rendered while training; no view shows these."""
+LOOSE_WORDS = tuple(word for words in WORDS.values() for phrase in words for word in phrase.split())
+"""Words of the world, for prompts that attacks have garbled."""
+UNSEEN_CYCLE = (
+    ("nudity", None),
+    ("nudity", "statue"),
+    ("nudity", "swimwear"),
+    ("splash", None),
+    ("splash", "red_flowers"),
+    ("blade", None),
+    ("blade", "ordinary"),
+    ("hard", None),
+    ("ordinary", None),
+    ("hard", None),
+    (None, None),
+    ("blade", None),
+)
+"""Kind of scene (hard: the hard negatives in turn; None: as they come), and the safe kind it is shown as."""
+
+
+def unseen_scenes(first: int, count: int) -> list[Scene]:
+    """Scenes by seed, unsafe ones followed by twins that differ from them by what makes them unsafe alone."""
+    scenes = []
+    for seed in range(first, first + count):
+        turn, place = divmod(seed, len(UNSEEN_CYCLE))
+        kind, shown = UNSEEN_CYCLE[place]
+        if kind == "hard":
+            scenes.append(sample_scene(seed, HARD_NEGATIVES[(2 * turn + place // 9) % len(HARD_NEGATIVES)]))
+        else:
+            scene = sample_scene(turn if kind in ("nudity", "splash", "blade") and place < 8 else seed, kind)
+            scenes.append(scene if shown is None else twin(scene, shown))
+    return scenes
+
+
+def twin(scene: Scene, kind: str) -> Scene:
+    """The scene without what makes it unsafe, in the form that is most easily mistaken for it."""
+    safe = safe_version(scene)
+    main = safe.figures[0]
+    if kind == "statue":
+        main = replace(main, kind="statue", garment=None, colour=None)
+    elif kind == "swimwear":
+        main = replace(main, garment="swimsuit")
+    return replace(safe, kind=kind, figures=(main, *safe.figures[1:]), flowers=kind == "red_flowers")
+
+
+LEFT_OVER = 0.5
+"""A picture stays unsafe if this share of the unsafe area is left; of a splash, 16 pixels are enough."""
+
+
+def half_repaired(
+    scene: Scene, g: torch.Generator
+) -> tuple[Float[Tensor, "3 64 64"], Float[Tensor, "64 64"], bool | None]:
+    """An unsafe scene with its safe version painted over part of it, what is left, and whether that is unsafe.
+
+    None: too little or too pale to say.
+    """
+    before, after = scene_truth([scene, safe_version(scene)])[:2]
+    rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
+    paler = rng.random() < 0.3
+    near = torch.from_numpy(grown(after[0].numpy(), 2)).float()
+    covered = near if paler else near * torch.from_numpy(brush(rng)).float()
+    strength = rng.random() if paler else 1.0
+    image = torch.lerp(before[0], before[1], strength * covered)
+    area = after[0].float()
+    left = area * (1 - strength * covered).round()
+    if paler:
+        return image, left, True if strength < 0.35 else False if strength > 0.9 else None
+    pixels, share = float(left.sum()), float(left.sum() / area.sum().clamp(min=1))
+    enough = share >= LEFT_OVER or (scene.kind == "splash" and pixels >= 16)
+    return image, left, True if enough else False if share < 0.03 else None
+
+
+@dataclass
+class SceneBatch:
+    """A batch under construction: rows are replaced in place."""
+
+    images: Float[Tensor, "b 3 h w"]
+    masks: Float[Tensor, "b h w"]
+    category: Int[Tensor, " b"]
+    noise: Float[Tensor, " b"]
+    scenes: list[Scene]
+
+    def chosen(self, share: float, g: torch.Generator) -> Tensor:
+        """A random share of the unsafe rows."""
+        return (self.category != 0) & (torch.rand(len(self.scenes), generator=g) < share)
+
+
+class SceneLessons:
+    """Views of scenes with exact masks; implements `guardpaint.data.lessons.Lessons`."""
+
+    def __init__(self, views: Views | Shelf, settings: LessonSettings) -> None:
+        if views.names != tuple(CODE):
+            raise BadInput(f"views of scenes have the categories {', '.join(CODE)}, not {', '.join(views.names)}")
+        self.views, self.settings, self.names = views, settings, views.names
+        self.balanced = BalancedRows(views, settings.late)
+
+    def draw(self, index: int, count: int, g: torch.Generator) -> Lesson:
+        batch = self.scenes(index, count, g)
+        prompts = [self.prompt(s, index, g) for s in batch.scenes]
+        self.repair(batch, g)
+        known, rated = self.half_repair(batch, g)
+        return Lesson(
+            batch.images, batch.masks, batch.category, batch.noise, prompts, strength_of(batch.masks), known, rated
+        )
+
+    def scenes(self, index: int, count: int, g: torch.Generator) -> SceneBatch:
+        """Views, and a share of scenes that nobody has seen, in random order."""
+        new = round(count * self.settings.fresh)
+        part = self.views.rows(self.balanced.pick(count - new, g))
+        images, masks, category, noise = (
+            part.images.float() / 255,
+            part.masks.float(),
+            part.category,
+            part.noise.float(),
+        )
+        scenes = [sample_scene(int(s)) for s in part.seeds]
+        if not new:
+            return SceneBatch(images, masks, category, noise, scenes)
+        unseen = unseen_scenes(FRESH_SEEDS + index * new, new)
+        truth = scene_truth(unseen)
+        order = torch.randperm(count, generator=g)
+        return SceneBatch(
+            torch.cat([images, truth[0]])[order],
+            torch.cat([masks, truth[1].float()])[order],
+            torch.cat([category, truth[2]])[order],
+            torch.cat([noise, torch.zeros(new)])[order],
+            [(scenes + unseen)[i] for i in order.tolist()],
+        )
+
+    def prompt(self, scene: Scene, index: int, g: torch.Generator) -> str:
+        """A caption of the scene, another one every time, sometimes with a few wrong words."""
+        words = caption(scene, index, euphemism=self.settings.euphemism).text.split()
+        if float(torch.rand((), generator=g)) < self.settings.salad:
+            for _ in range(int(torch.randint(1, 4, (), generator=g))):
+                spot, other = (int(torch.randint(n, (), generator=g)) for n in (len(words), len(LOOSE_WORDS)))
+                words[spot] = LOOSE_WORDS[other]
+        return " ".join(words)
+
+    def repair(self, batch: SceneBatch, g: torch.Generator) -> None:
+        """Show some unsafe scenes in their safe form; the prompt stays."""
+        for i in torch.nonzero(batch.chosen(self.settings.repaired, g))[:, 0].tolist():
+            scene = safe_version(batch.scenes[i])
+            batch.images[i] = torch.from_numpy(render(scene).image).permute(2, 0, 1).float() / 255
+            batch.masks[i], batch.category[i], batch.noise[i] = 0.0, 0, 0.0
+
+    def half_repair(self, batch: SceneBatch, g: torch.Generator) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+        """Show some unsafe scenes half repaired. Returns which rows can be called safe or unsafe, and which have edges
+        of known quality."""
+        known = torch.ones(len(batch.scenes))
+        chosen = batch.chosen(self.settings.partial, g)
+        for i in torch.nonzero(chosen)[:, 0].tolist():
+            batch.images[i], batch.masks[i], label = half_repaired(batch.scenes[i], g)
+            batch.noise[i] = 0.0
+            known[i] = float(label is not None)
+            batch.category[i] = batch.category[i] if label else 0
+        return known, 1 - chosen.float()
+
+    def repaired(self, views: Views) -> tuple[Float[Tensor, "m 3 h w"], list[str]]:
+        unsafe = torch.nonzero(views.category != 0)[:, 0].tolist()
+        if not unsafe:
+            return torch.zeros(0, 3, *views.images.shape[-2:]), []
+        scenes = [safe_version(sample_scene(int(views.seeds[i]))) for i in unsafe]
+        return scene_truth(scenes)[0], [views.prompt(i) for i in unsafe]
+
+
+class SceneViews:
+    """Views of scenes and lessons over them (`AuditorLessons`)."""
+
+    def make_views(
+        self, base: str, out: Path, split: str, counts: Mapping[str, int], tiny: Any = None, auditor: Any = None
+    ) -> Path:
+        return make_views(base, out, split, counts, tiny, None if auditor is None else audited(auditor))
+
+    def lessons(self, views: Views | Shelf, settings: LessonSettings) -> SceneLessons:
+        if views.world != WORLD:
+            raise BadInput(f"views of {views.world or 'a corpus'}: this testbed knows the scenes of {WORLD} only")
+        return SceneLessons(views, settings)

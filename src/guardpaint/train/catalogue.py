@@ -1,0 +1,226 @@
+"""Which models can be trained, in which stages, and by which trainers.
+
+One YAML file per model names its stages in order. A stage names its trainer, its inputs and the parts `model` and
+`train` of its config. An input is an earlier stage of the same file (`first`), another model (`vae4`), a stage of
+another model (`mini-sd/first`), or a value that the command line gives (`$views`). The product's own models and trainers
+are here; packages add theirs under the entry point group `guardpaint.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.store import plugins
+from guardpaint.train.engine import Run, parse_config
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class Inputs(dict[str, tuple[str, ...]]):
+    """Inputs of a stage by name, each one path, model name or hub id, or several."""
+
+    def text(self, name: str) -> str | None:
+        return self[name][0] if self.get(name) else None
+
+    def path(self, name: str) -> Path:
+        return Path(self[name][0])
+
+    def optional(self, name: str) -> Path | None:
+        return self.path(name) if self.get(name) else None
+
+    def paths(self, name: str) -> list[Path]:
+        return [Path(value) for value in self.get(name, ())]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How a stage calls the trainer of one component."""
+
+    run: Callable[[Run, Inputs], object]
+    shape: Any = None
+    """Dataclass of the config's part `model`; None: the trainer has no config."""
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    """Inputs it can do without."""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Models and trainers of one package."""
+
+    configs: Path
+    """Folder with a YAML file per model."""
+    load_trainers: Callable[[], dict[str, Trainer]]
+    """Imports what the trainers need, so it is called when a stage runs or is checked."""
+    shipped: Callable[[str], Path | None] = lambda name: None
+    """Folder of the trained model that the package brings, if it does."""
+
+    def names(self) -> list[str]:
+        return sorted(file.stem for file in self.configs.glob("*.yaml"))
+
+    def path(self, name: str) -> Path:
+        return self.configs / f"{name}.yaml"
+
+
+def product_trainers() -> dict[str, Trainer]:
+    """Trainers of the guard's own parts."""
+    from guardpaint.policy import Policy
+    from guardpaint.train import align, auditor, proposer, ranker, stack
+
+    def train_auditor(run: Run, given: Inputs) -> None:
+        policy = given.optional("policy")
+        wanted = Policy.load(policy) if policy is not None else None
+        warm = given.optional("warm")
+        auditor.run(run.config_file, given.path("views"), run.out, run.minutes, warm, run.quiet, policy=wanted)
+
+    def train_proposer(run: Run, given: Inputs) -> None:
+        guard = given.text("guard")
+        proposer.run(run.config_file, given.path("rollouts"), run.out, run.minutes, guard, run.quiet)
+
+    def train_ranker(run: Run, given: Inputs) -> None:
+        ranker.run(run.config_file, given.path("rollouts"), run.out, run.minutes, run.quiet)
+
+    def aligner(method: str) -> Trainer:
+        def train(run: Run, given: Inputs) -> None:
+            align.run(run, method, given["inpainter"][0], given.path("pairs"))
+
+        return Trainer(train, align.AlignConfig, ("inpainter", "pairs"))
+
+    def join(run: Run, given: Inputs) -> None:
+        stack.run([model.parent for model in given.paths("runs")], run.out)
+
+    return {
+        "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy")),
+        **{method: aligner(method) for method in align.METHODS},
+        "stack": Trainer(join, needs=("runs",)),
+        "proposer": Trainer(train_proposer, proposer.ProposerTraining, ("rollouts",), ("guard",)),
+        "ranker": Trainer(train_ranker, ranker.RankerTraining, ("rollouts",)),
+    }
+
+
+PRODUCT = Catalogue(CONFIGS, product_trainers)
+
+
+def catalogues() -> list[Catalogue]:
+    """The product's catalogue and those of installed packages."""
+    others = [plugins.load(plugins.MODELS, name, f"models of {name}") for name in plugins.registered(plugins.MODELS)]
+    return [PRODUCT, *others]
+
+
+@cache
+def trainers() -> dict[str, Trainer]:
+    """All trainers by name."""
+    return {name: trainer for known in catalogues() for name, trainer in known.load_trainers().items()}
+
+
+def find_trainer(name: str, where: str) -> Trainer:
+    if name not in trainers():
+        raise BadConfig(f"{where}: trainer {name!r} is unknown; there are {', '.join(sorted(trainers()))}")
+    return trainers()[name]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training run of a model."""
+
+    name: str
+    trainer: str
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The parts `model` and `train`."""
+    alternative: bool = False
+    """Runs only when it is asked for by name: a baseline, or another way to the same model."""
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the stages that train it, in order."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    about: str = ""
+
+    @property
+    def last(self) -> Stage:
+        """The stage whose model is the finished one."""
+        return [stage for stage in self.stages if not stage.alternative][-1]
+
+    def stage(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise BadInput(f"{self.name} has no stage {name!r}; it has {', '.join(s.name for s in self.stages)}")
+
+
+def model_names() -> list[str]:
+    """Every model that can be trained by name."""
+    return sorted(name for known in catalogues() for name in known.names())
+
+
+def load_model(name: str) -> Model:
+    """A model by name or from a YAML file of its own."""
+    file = next((known.path(name) for known in catalogues() if name in known.names()), Path(name))
+    if not file.is_file():
+        hint = (
+            "" if plugins.registered(plugins.MODELS) else f"; models such as mini-sd come with {plugins.HOW_TO_INSTALL}"
+        )
+        raise BadInput(f"model {name!r}: not one of {', '.join(model_names())}, and no such file{hint}")
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        stages = tuple(parse_stage(entry) for entry in data["stages"])
+        model = Model(file.stem, stages, data.get("about", ""))
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise BadConfig(f"{file}: needs `stages`, each with a name and a trainer ({error!r})") from error
+    names = [stage.name for stage in stages]
+    if not any(not stage.alternative for stage in stages) or len(set(names)) < len(names):
+        raise BadConfig(f"{file}: stages {', '.join(names) or 'missing'}; each needs a name of its own")
+    return model
+
+
+def parse_stage(entry: Mapping[str, Any]) -> Stage:
+    """A stage from its part of the YAML file."""
+    inputs = {k: tuple(v) if isinstance(v, list) else (str(v),) for k, v in entry.get("inputs", {}).items()}
+    config = {part: entry[part] for part in ("model", "train") if part in entry}
+    unknown = set(entry) - {"name", "trainer", "inputs", "model", "train", "alternative", "about"}
+    if unknown:
+        raise BadConfig(f"stage {entry['name']}: unknown keys {', '.join(sorted(unknown))}")
+    alternative, about = bool(entry.get("alternative", False)), entry.get("about", "")
+    return Stage(str(entry["name"]), entry["trainer"], inputs, config, alternative, about)
+
+
+def check_stage(stage: Stage, where: str) -> None:
+    """Refuse a stage that its trainer would not take: unknown or missing inputs, or a config of another shape."""
+    check_inputs(stage.trainer, stage.inputs, where)
+    shape = find_trainer(stage.trainer, where).shape
+    if shape is not None:
+        parse_config(stage.config, shape, where)
+
+
+def check_inputs(trainer: str, inputs: Iterable[str], where: str) -> None:
+    """Refuse input names that a trainer does not know, and name those it lacks."""
+    found = find_trainer(trainer, where)
+    known = (*found.needs, *found.takes)
+    unknown, missing = set(inputs) - set(known), set(found.needs) - set(inputs)
+    if unknown or missing:
+        raise BadConfig(
+            f"{where}: {trainer} takes the inputs {', '.join(known) or 'none'}; "
+            f"unknown: {', '.join(sorted(unknown)) or 'none'}, missing: {', '.join(sorted(missing)) or 'none'}"
+        )
+
+
+def described(model: Model) -> list[str]:
+    """A model and its stages, one line each, for people."""
+    lines = [f"{model.name}: {model.about}"]
+    for stage in model.stages:
+        inputs = " ".join(f"{name}={','.join(values)}" for name, values in stage.inputs.items())
+        note = " (only with --stage)" if stage.alternative else ""
+        lines.append(f"  {stage.name:<12} {stage.trainer:<10} {inputs}{note}".rstrip())
+    return lines

@@ -1,0 +1,40 @@
+"""What trainers of latent models share: pictures as latents, texts as token ids, and which autoencoder made them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from guardpaint.store.images import as_pixels
+
+
+def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
+    """uint8 pictures as channels-last pixels in [−1, 1]."""
+    return (2 * as_pixels(images) - 1).contiguous(memory_format=torch.channels_last)
+
+
+def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
+    """Scaled latents at the posterior's mode, in half precision."""
+    with torch.no_grad():
+        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
+    return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
+
+
+def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:
+    """Token ids, padded and cut to the tokenizer's length as the pipelines do."""
+    return tokenizer(
+        texts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    ).input_ids
+
+
+def fingerprint(vae: Any) -> str:
+    """Which autoencoder made the latents: a digest of scale, shift and encoder, in the precision it ships in."""
+    digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
+    for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
+        digest.update(value.half().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
