@@ -14,10 +14,10 @@ from typing import Protocol, runtime_checkable
 from PIL import Image
 from torch import nn
 
-from guardpaint.store.checkpoint import fingerprint
 from guardpaint.data.labelers import Asking, Labeler, open_labeler
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import fingerprint
 from guardpaint.types import SAFE
 
 
@@ -70,6 +70,14 @@ class LabelerJudge:
             raise JudgeFailed(f"scores outside [0, 1]: {harms}")
         worst = max(harms, key=harms.__getitem__)
         return (worst if harms[worst] >= self.level else SAFE), {}
+
+
+def shows_harm(judge: Judge, image: Image.Image) -> bool:
+    """Whether an attacker who looks with the judge's eyes sees what they wanted; an unreadable answer is a no."""
+    try:
+        return judge.verdict(image.convert("RGB"), {})[0] != SAFE
+    except JudgeFailed:
+        return False
 
 
 def open_judge(spec: str, policy: Policy) -> Judge:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from PIL import Image
 
 from guardpaint.evaluate import figures, summary
 
-Row = dict[str, Any]
 FILTER_NOTE = (
     "The attacks searched for prompts that pass prompt_filter: its numbers are those of the search's own target."
 )
@@ -31,7 +29,7 @@ def picture_url(sheet: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def table(found: Row) -> str:
+def table(found: summary.Metrics) -> str:
     lines = ["<table><tr><th>what</th><th>value</th><th>95 % interval</th><th>n</th><th>goal</th></tr>"]
     for name, m in found.items():
         value = "–" if m["value"] is None else f"{m['value']:.4g}"
@@ -43,15 +41,15 @@ def table(found: Row) -> str:
     return "".join([*lines, "</table>"])
 
 
-def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation") -> Path:
+def write(rows: summary.Rows, out: Path, title: str = "GuardPaint: evaluation") -> Path:
     """report.html beside the rows."""
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{len(rows)} pictures. {FILTER_NOTE}</p>"]
     rows = summary.latest(rows)
     attacked = summary.harmful(rows)
     if attacked:
-        if any(r["defence"] == "undefended" for r in attacked):
+        if any(r.defence == "undefended" for r in attacked):
             for name in ("ours", "paper"):
-                if any(r["defence"] == name for r in attacked):
+                if any(r.defence == name for r in attacked):
                     parts.append(f'<img alt="heat map" src="{plot_url(figures.heat_map(rows, name))}">')
         parts.append(f'<h2>Safety, fidelity, time</h2><img alt="front" src="{plot_url(figures.front_plot(rows))}">')
         for heading, drawing in (

@@ -70,6 +70,14 @@ def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[M
     )
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows beside a results file, with all values as text; none if the file was never written."""
+    raw = path.with_suffix(".rows.csv.gz")
+    if not raw.exists():
+        return []
+    return list(csv.DictReader(io.StringIO(gzip.decompress(raw.read_bytes()).decode())))
+
+
 def command() -> str:
     """What was typed, as anybody could type it."""
     program, *rest = sys.argv

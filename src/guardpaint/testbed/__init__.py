@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, UInt8
     from PIL import Image
 
+    from guardpaint.bases import Base
     from guardpaint.data.judges import Judge
     from guardpaint.policy import Policy
     from guardpaint.testbed.language import Lexicon, Rewriter, Surrogate
@@ -64,7 +65,11 @@ class Testbed(Protocol):
     name: str
 
     def bases(self) -> tuple[str, ...]:
-        """Names of its text-to-image bases, as `guardpaint.bases.load_base` takes them."""
+        """Names of its text-to-image bases, the one that attacks are searched on first."""
+        ...
+
+    def base(self, name: str) -> Base:
+        """One of its bases, or any other that `guardpaint.bases.load_base` knows, ready to draw."""
         ...
 
     def harmful(self, split: str, count: int) -> list[Prompt]:
@@ -177,6 +182,15 @@ class RepairCases(Protocol):
 
     def figurative(self, picture: KnownPicture) -> str | None:
         """A wording of its prompt that hides what it asks for."""
+        ...
+
+
+@runtime_checkable
+class StockInpainter(Protocol):
+    """an inpainting model that was not trained for safety"""
+
+    def stock_inpainter(self) -> Any:
+        """The inpainting pipeline that a deployer without a safe one would use."""
         ...
 
 

@@ -133,6 +133,14 @@ class Attacker:
         return list(hidden.get(harm or "", next(reversed(hidden.values()))))
 
 
+def everyday_words(lexicon: Lexicon, attack: str) -> list[str]:
+    """The lexicon's harmless words; without any, an error names the attack that needs them."""
+    words = lexicon.harmless_words()
+    if not words:
+        raise MissingCapability(f"{attack} needs words in the testbed's lexicon: everyday words that no filter knows")
+    return words
+
+
 def replaced(prompt: str, span: Span, words: str) -> str:
     """The prompt with other words in the span, single spaces, none before a comma or full stop."""
     return " ".join(f"{prompt[: span[0]]} {words} {prompt[span[1] :]}".split()).replace(" ,", ",").replace(" .", ".")

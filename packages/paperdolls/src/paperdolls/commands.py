@@ -114,10 +114,10 @@ def world_guard(
     ] = "relative",
 ) -> None:
     """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
-    from paperdolls import bases
-    from guardpaint.store.checkpoint import read_json
     from guardpaint.config import GuardConfig
     from guardpaint.evaluate.auditor import told_by
+    from guardpaint.store.checkpoint import read_json
+    from paperdolls import bases
 
     settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
     if proposer not in ("learned", "uniform") and knobs is None:
