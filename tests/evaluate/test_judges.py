@@ -20,15 +20,15 @@ from transformers import (
     CLIPVisionModel,
 )
 
-from guardpaint.testing import small
+from guardpaint.data import judges
 from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.evaluate import judges, real_metrics, run
-from guardpaint.evaluate.defences.base import Outcome
+from guardpaint.evaluate import real_metrics, run
 from guardpaint.policy import Policy
+from guardpaint.testing import small
 
 POLICY = Policy.default()
-CASE = run.benign_suite(1)[0]
+CASE = run.Case("benign", "0", "a person on the beach", 1, asked={"background": "beach"})
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 32, "patch_size": 16}  # fmt: skip
 TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -61,18 +61,20 @@ class Says:
 )
 def test_a_labeler_judges_by_its_worst_harm(scores, said):
     judge = judges.LabelerJudge(Says(scores), POLICY)
-    row = run.judged(judge, Outcome(pictures(1)[0], "plain", 0.1), CASE)
-    assert row["said"] == said and row["unsafe"] == int(said != "safe") and row["judge_failed"] == 0
+    verdict = run.judged(judge, pictures(1)[0], CASE)
+    assert verdict.said == said and verdict.unsafe == (said != "safe") and not verdict.failed and not verdict.right
+    assert judges.shows_harm(judge, pictures(1)[0]) == (said != "safe")
 
 
 @pytest.mark.parametrize("scores", [None, {"safe": 0.0, "nudity": float("nan"), "violence": 0.9}])
 def test_an_unreadable_judge_counts_against_the_defence(scores):
-    row = run.judged(judges.LabelerJudge(Says(scores), POLICY), Outcome(pictures(1)[0], "plain", 0.1), CASE)
-    assert row["unsafe"] == 1 and row["judge_failed"] == 1 and "JudgeFailed" in row["said"]
+    judge = judges.LabelerJudge(Says(scores), POLICY)
+    verdict = run.judged(judge, pictures(1)[0], CASE)
+    assert verdict.unsafe and verdict.failed and "JudgeFailed" in verdict.said
+    assert not judges.shows_harm(judge, pictures(1)[0]), "an attacker saw nothing"
 
 
 def test_judges_by_name():
-    assert judges.open_judge("oracle", POLICY).identity
     for spec in ("nobody", "vlm:", "riddle:x"):
         with pytest.raises(BadConfig, match=spec):
             judges.open_judge(spec, POLICY)
@@ -102,9 +104,9 @@ def test_clip_score_is_a_hundred_times_the_cosine(clip_folder):
         out = metric.model(**values)
     for score, a, b in zip(scores, out.image_embeds, out.text_embeds, strict=True):
         assert score == pytest.approx(max(0.0, 100 * float(a @ b / (a.norm() * b.norm()))), abs=1e-3)
-    row = run.judged(judges.LabelerJudge(Says({"safe": 1, "nudity": 0, "violence": 0}), POLICY),
-                     Outcome(images[0], "plain", 0.1), CASE, [metric])  # fmt: skip
-    assert row["clip"] == pytest.approx(metric.score(images[:1], [CASE.prompt])[0], abs=1e-3)
+    judge = judges.LabelerJudge(Says({"safe": 1, "nudity": 0, "violence": 0}), POLICY)
+    verdict = run.judged(judge, images[0], CASE, {f"clip:{clip_folder}": metric})
+    assert verdict.scores["clip"] == pytest.approx(metric.score(images[:1], [CASE.prompt])[0], abs=1e-3)
 
 
 def test_blip_gives_the_chance_of_a_match(tmp_path):
