@@ -82,7 +82,7 @@ def test_numbers_come_from_rows():
 
 def test_no_model_is_named(tmp_path):
     with pytest.raises(BadInput, match="name at least one model"):
-        inpainter.run({}, tmp_path / "x.json", 4, inpainter.Bench(None, None, None, PixelSeam()))
+        inpainter.run({}, tmp_path / "x.json", 4, inpainter.Bench.in_world(open_testbed("paperdolls"), PixelSeam()))
 
 
 def test_history_is_retold_by_flags(home, tmp_path, monkeypatch):

@@ -72,6 +72,8 @@ class FileTestbed:
             raise BadInput(f"{path}: no such testbed ({error.strerror})") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise BadConfig(f"{path}: not YAML ({error})") from error
+        if not isinstance(raw, dict):
+            raise BadConfig(f"{path}: write a mapping with some of the keys {', '.join(KEYS)}")
         reader = Reader(path, raw)
         policy_file = reader.text("policy")
         policy = Policy.load(path.parent / policy_file) if policy_file else None
@@ -155,8 +157,6 @@ class Reader:
     values: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.values, dict):
-            raise BadConfig(f"{self.path}: write a mapping with some of the keys {', '.join(KEYS)}")
         unknown = [k for k in self.values if k not in KEYS]
         if unknown:
             raise BadConfig(f"{self.path}: unknown key {unknown[0]!r}; choose among {', '.join(KEYS)}")
