@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paperdolls.files import ASSETS
 from paperdolls.models import oracle as trainer
 from paperdolls.models import vae
 from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
@@ -162,7 +163,7 @@ def test_the_softener_keeps_what_is_there():
     """The shipped mini-sd's guess of a slightly noised scene is near the scene, and is not the scene."""
     from paperdolls.models.generator import load_pipeline
 
-    pipe = load_pipeline(Path(guardpaint.__file__).parent / "assets" / "mini-sd")
+    pipe = load_pipeline(ASSETS / "mini-sd")
     batch = trainer.lesson(trainer.lesson_scenes(802, 4))
     prompts = [trainer.caption(s, 0).text for s in batch.scenes]
     out = trainer.Softener(pipe)(batch.images, prompts, torch.Generator().manual_seed(0))

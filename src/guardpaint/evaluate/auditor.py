@@ -58,8 +58,8 @@ class Exam:
     @classmethod
     def in_world(cls, testbed: Testbed, auditor: AuditorScorer, policy: Policy) -> Exam:
         """The exam in a testbed; an error names the capability that it lacks."""
-        known, pairs, kinds = (need(testbed, kind, COMMAND) for kind in (KnownPictures, SafePairs, HardNegatives))
-        return cls(auditor, policy, known, pairs, kinds)
+        known, pairs = need(testbed, KnownPictures, COMMAND), need(testbed, SafePairs, COMMAND)
+        return cls(auditor, policy, known, pairs, need(testbed, HardNegatives, COMMAND))
 
     def audits(self, pictures: Sequence[KnownPicture], fine: bool = False) -> list[Audit]:
         """Finished pictures with their own prompts."""

@@ -154,7 +154,7 @@ def run(report: Report) -> summary.Metrics:
         if name.endswith(".seconds") and times:
             found[name] = times.get(name) or {**found[name], "note": "in batches, beside other processes: rough"}
     found |= {k: m for k, m in times.items() if k == "benign.time_ratio" and k in found}
-    stored = [r.to_dict() for r in (*rows, *distances)]
+    stored = [*(r.to_dict() for r in rows), *(d.to_dict() for d in distances)]
     write_results(report.out, found, stored, seed=0)
     draw(summary.latest(rows), report.out, times)
     return found

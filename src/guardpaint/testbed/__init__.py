@@ -62,7 +62,8 @@ C = TypeVar("C")
 class Testbed(Protocol):
     """A world to train and measure in."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def bases(self) -> tuple[str, ...]:
         """Names of its text-to-image bases, the one that attacks are searched on first."""

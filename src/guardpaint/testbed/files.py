@@ -81,13 +81,13 @@ class FileTestbed:
         prompts: dict[str, Prompt] = {}
         for prompt in (*reader.prompts("harmful", names), *reader.prompts(BENIGN, names)):
             prompts.setdefault(prompt.text, prompt)
-        lists = {key: reader.strings(key, reader.values[key]) for key in LISTS if key in reader.values}
-        groups = {key: reader.groups(key) for key in BY_HARM if key in reader.values}
+        lexicon: dict[str, Any] = {k: reader.strings(k, reader.values[k]) for k in LISTS if k in reader.values}
+        lexicon |= {key: reader.groups(key) for key in BY_HARM if key in reader.values}
         return cls(
             name=reader.text("name") or path.stem,
             entries=reader.bases(),
             prompts=list(prompts.values()),
-            words=Lexicon(**lists, **groups),
+            words=Lexicon(**lexicon),
             surrogate_path=reader.model("surrogate"),
             rewriter_spec=reader.text("rewriter"),
             judge_spec=reader.model("judge"),

@@ -130,7 +130,7 @@ class Attacker:
         if not hidden:
             raise MissingCapability("this attack needs a rewriter, or hidden_phrases in the testbed's lexicon")
         harm = self.lexicon.harm_of(prompt)
-        return list(hidden.get(harm or "", next(reversed(hidden.values()))))
+        return list(hidden.get(harm or "", list(hidden.values())[-1]))
 
 
 def everyday_words(lexicon: Lexicon, attack: str) -> list[str]:
