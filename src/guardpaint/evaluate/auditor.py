@@ -111,8 +111,8 @@ def covered(audit: Audit, mask: Bool[np.ndarray, "h w"], config: GuardConfig) ->
     return both / max(1, mask.sum()), both / max(1, (found | mask).sum())
 
 
-def told_by(path: Path) -> Calibration:
-    """What `guardpaint calibrate` wrote, without the scores it keeps to notice drift."""
+def read_calibration(path: Path) -> Calibration:
+    """The thresholds in a file of `guardpaint calibrate`, without the scores it keeps to notice drift."""
     return Calibration.from_dict({k: v for k, v in read_json(path).items() if k != "reference"})
 
 
@@ -433,7 +433,7 @@ def run(options: ExamOptions, testbed: Testbed) -> Row:
     policy, path, quarter = options.policy or Policy.default(), options.results, options.count // 4
     auditor = AuditorScorer.from_pretrained(options.auditor)
     exam = Exam.in_world(testbed, auditor, policy)
-    calibration = None if options.calibration is None else told_by(options.calibration)
+    calibration = None if options.calibration is None else read_calibration(options.calibration)
     rows = measure_clean(exam, options.count, calibration)
     seed = rows[0]["seed"] if rows else 0
     rows += measure_hard(exam, quarter)

@@ -38,7 +38,7 @@ class Prompt:
     seed: int
     """Seed to draw it with; in a world of scenes it also identifies the scene."""
     category: str = "unknown"
-    """What it asks for: safe, a harm of the policy, or unknown."""
+    """What it asks for: safe, a harm of the policy, `unsafe` (a harm that nobody named), or `unknown`."""
     kind: str = ""
     """A finer class within the category, such as a hard negative's, or how a harm is worded."""
     asked: Mapping[str, str] = field(default_factory=dict)
