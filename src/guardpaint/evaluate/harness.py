@@ -101,7 +101,7 @@ def run(options: RunOptions) -> Iterator[str]:
     plan = Plan(rows, options.out, cast.judged_by(), {name: metric_of(name) for name in options.metrics})
     # Without its ladder the guard does the same as with it until the ladder is needed: those rows come second.
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
-    for names in ([w for w in wanted if w not in second], second):
+    for names in filter(None, ([w for w in wanted if w not in second], second)):
         pieces: list[Piece] = []
         for base in options.bases:
             for name in names:
@@ -117,8 +117,7 @@ def run(options: RunOptions) -> Iterator[str]:
             for made in spread(work, pieces, options.processes, options.ray):
                 runner.keep(made, rows, options.out, options.pictures)
                 progress.advance(task, len(made))
-        if names:
-            yield f"{options.suite}: {fresh} new of {plan.total}"
+        yield f"{options.suite}: {fresh} new of {plan.total}"
     everything, _ = open_suites(options, None)
     for cases in everything:
         if cases:
