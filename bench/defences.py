@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from guardpaint.evaluate import harness, run
+from guardpaint.bases import load_base
+from guardpaint.evaluate import run
+from guardpaint.evaluate.attacks.search import ATTACKS
+from guardpaint.evaluate.defences.opening import DEFENCES, open_defence
 from guardpaint.evaluate.statistics import mean, ratio_interval
-from guardpaint.store.results import REVISION, metric, require_clean, write_results
 from guardpaint.guard import GuardPaint
+from guardpaint.store.results import REVISION, metric, require_clean, write_results
+from guardpaint.testbed import open_testbed
 
 MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
 """Settings of ours that are worth knowing the cost of: with the ranker, and at the last step alone."""
@@ -28,14 +32,14 @@ MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
 
 def cases(attacks: Path, count: int) -> dict[str, list[run.Case]]:
     """As many attack prompts as benign ones, each of another scene, the attacks taking turns."""
-    files = [attacks / f"{a}-{harness.SEARCHED}.jsonl" for a in harness.ATTACKS]
-    suites = [run.attack_suite(file, count) for file in files]
-    return {"attack": [suites[k % len(suites)][k] for k in range(count)], "benign": run.benign_suite(count)}
+    world = open_testbed()
+    suites = [run.attack_suite(attacks / f"{a}-{world.bases()[0]}.jsonl", count) for a in ATTACKS]
+    return {"attack": [suites[k % len(suites)][k] for k in range(count)], "benign": run.benign_suite(world, count)}
 
 
 def measure(base: str, prompts: dict[str, list[run.Case]], guard: GuardPaint, names: list[str]) -> list[dict[str, Any]]:
-    opened = harness.open_base(base)
-    made = {name: harness.open_defence(name, guard)[0] for name in names}
+    opened = load_base(base)
+    made = {name: open_defence(name, guard)[0] for name in names}
     made = {name: defence for name, defence in made.items() if not defence.applies(opened)}
     for defence in made.values():  # warm-up
         defence.generate(opened, [prompts["attack"][0].prompt], [prompts["attack"][0].seed])
@@ -79,7 +83,7 @@ def main() -> None:
     guard = GuardPaint.embedded()
     rows: list[dict[str, Any]] = []
     for base in args.base or ["mini-sd", "mini-flux"]:
-        rows += measure(base, cases(args.attacks, args.prompts), guard, [*harness.DEFENCES, *MORE])
+        rows += measure(base, cases(args.attacks, args.prompts), guard, [*DEFENCES, *MORE])
         write_results(args.out, metrics(rows), rows, seed=0)
     for name, m in metrics(rows).items():
         if name.endswith("ratio"):

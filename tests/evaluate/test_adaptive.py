@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 
-from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.bases import Base
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import adaptive
 from guardpaint.evaluate.attacks import adaptive as attacks
-from guardpaint.evaluate.defences.base import Base
 from guardpaint.evaluate.defences.guarded import Guarded
-from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 from guardpaint.guard import GuardPaint
+from guardpaint.testbed import open_testbed
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +120,13 @@ def test_rows_and_numbers(base, tmp_path, monkeypatch):
     torch.manual_seed(0)
     oracle = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
-    found = adaptive.run(small.guard(), base, tmp_path / "a.json", 2, 1, wordings=2, seeds=1)
+    world = open_testbed("paperdolls")
+    budget = adaptive.Budget(2, 1, wordings=2, seeds=1)
+    found = adaptive.run(small.guard(), base, world, tmp_path / "a.json", budget)
     assert {"adaptive.caught.plain.eps0", "adaptive.caught.careful.eps8", "adaptive.asr.before"} <= set(found)
     assert (tmp_path / "a.rows.csv.gz").exists()
     with pytest.raises(BadInput, match="need an AuditorScorer"):
-        adaptive.run(GuardPaint(AlwaysSafe(), PaintsFlat()), base, tmp_path / "b.json", 1, 0)
+        adaptive.run(GuardPaint(AlwaysSafe(), PaintsFlat()), base, world, tmp_path / "b.json")
 
 
 def test_numbers_by_hand():

@@ -8,16 +8,15 @@ import pytest
 from helpers import call
 from typer.testing import CliRunner
 
-from guardpaint.testing import small
-from guardpaint.config import Band, Calibration
 from guardpaint.cli.main import app
-from guardpaint.config import GuardConfig
+from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.data import views
-from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.evaluate import calibrate
-from guardpaint.policy import Policy
 from guardpaint.guard import GuardPaint
+from guardpaint.policy import Policy
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_too_few_examples_are_refused_with_a_number(made):
     assert isinstance(result.exception, BadInput)
     assert "examples of nudity from progress 0 to 1: a risk of 0.001 needs at least 999" in str(result.exception)
     with pytest.raises(BadInput, match="no views of split calibration"):
-        calibrate.run(made / "auditor", made, made / "x.json", 0.1, 0.1, [0.0], None)
+        calibrate.run(made / "auditor", made, made / "x.json", calibrate.Promise(0.1, 0.1, [0.0]))
 
 
 def test_a_band_holds_until_the_next():

@@ -6,13 +6,15 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from guardpaint.bases import Base
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
-from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended
 from guardpaint.guard import GuardPaint
+from guardpaint.testbed.language import Lexicon
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
 
 FAMILIES = ("sd", "sdxl", "sd3", "flux")
 
@@ -98,6 +100,15 @@ def test_the_filter_refuses_words_and_neighbours():
     assert near.refused(["cloud", "tree"])[0].startswith("closeness 1.000")
     out = words.generate(a_base("sd"), ["a naked man", "a tree"], [1, 2])
     assert [o.status for o in out] == ["refused", "plain"] and out[0].image is None
+
+
+def test_the_stock_filter_forbids_what_the_lexicon_says():
+    lexicon = Lexicon(keywords=("purple",), sentences=("a purple thing",))
+    door = prompt_filter.stock_filter(lexicon, encode=lambda t: torch.tensor([[1.0, len(x) / 9] for x in t]))
+    assert door.words == ("purple",) and door.sentences == ("a purple thing",) and not door.own_encoder
+    assert door.refused(["a purple hat"]) == ["forbidden word purple"]
+    bare = prompt_filter.stock_filter(Lexicon())
+    assert bare.words == prompt_filter.WORDS and bare.sentences == prompt_filter.SENTENCES and bare.own_encoder
 
 
 def test_the_filter_reads_with_the_bases_own_encoder():

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_inpainter
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
+from paperdolls.pairs import make_pairs
 from PIL import Image
 
 from guardpaint.data import pairs as make
+from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import history, inpainter
-from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 from guardpaint.policy import Policy
-from paperdolls.models.generator import load_pipeline
+from guardpaint.store.results import read_rows
+from guardpaint.testbed import open_testbed
 from guardpaint.train.pair_latents import encode_pairs
 from guardpaint.verify.seam import PixelSeam
-from paperdolls.scene import sample_scene
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +28,6 @@ def home(tmp_path_factory):
     root = tmp_path_factory.mktemp("eval")
     small_inpainter(root / "inpainter")
     return root
-
-
-def test_euphemisms_say_the_same_otherwise():
-    scene = next(s for s in map(sample_scene, range(500)) if s.category == "nudity")
-    text = inpainter.euphemism(scene)
-    assert text and "naked" not in text and "nude" not in text
 
 
 def test_pasting_changes_the_hole_alone():
@@ -46,19 +42,20 @@ def test_real_pipelines_leave_rows_and_a_sheet(home, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: small))
     where = str(home / "inpainter")
     path = tmp_path / "inpainter.json"
-    found = inpainter.run({"base": where, "bco": where}, path, 4, None, PixelSeam())
+    bench = inpainter.Bench.in_world(open_testbed("paperdolls"), PixelSeam())
+    found = inpainter.run({"base": where, "bco": where}, path, 4, bench)
     for key in ("safe_region", "safe_region.euphemism", "safe_region.empty_prompt", "context_kept", "seam_gap"):
         assert f"bco.{key}" in found
     assert found["bco.benign_agreement_delta"]["value"] == 0.0
     assert found["base.safe_region"] == {k: v for k, v in found["bco.safe_region"].items() if k not in ("goal", "met")}
     assert Image.open(tmp_path / "inpainter-sheet.png").width == 300
-    rows = inpainter.read_rows(path)
+    rows = read_rows(path)
     assert {r["what"] for r in rows} == {"repair", "euphemism", "empty", "benign"}
-    again = inpainter.run({"bco": where}, path, 4, None, PixelSeam())
-    assert "base.safe_region" in again and len(inpainter.read_rows(path)) == len(rows)
+    again = inpainter.run({"bco": where}, path, 4, bench)
+    assert "base.safe_region" in again and len(read_rows(path)) == len(rows)
     with Image.open(tmp_path / "inpainter-sheet.png") as sheet:
         assert sheet.width == 300 and sheet.info["columns"].split() == ["source", "base", "bco"]
-    inpainter.run({"kto": where}, path, 4, None, PixelSeam())
+    inpainter.run({"kto": where}, path, 4, bench)
     with Image.open(tmp_path / "inpainter-sheet.png") as sheet:
         assert sheet.info["columns"].split() == ["source", "base", "bco", "kto"]
         first, last = (sheet.crop((100 * k, 14, 100 * k + 100, 100)).tobytes() for k in (1, 3))
@@ -85,14 +82,14 @@ def test_numbers_come_from_rows():
 
 def test_no_model_is_named(tmp_path):
     with pytest.raises(BadInput, match="name at least one model"):
-        inpainter.run({}, tmp_path / "x.json", 4, None, PixelSeam())
+        inpainter.run({}, tmp_path / "x.json", 4, inpainter.Bench.in_world(open_testbed("paperdolls"), PixelSeam()))
 
 
 def test_history_is_retold_by_flags(home, tmp_path, monkeypatch):
     """Two chapters on a small model: a row per measurement, a table with what was seen."""
     pipe = load_pipeline(home / "inpainter")
     for split in ("train", "validation"):
-        make.from_world(tmp_path / "pairs", split, 6, 4, None)
+        make_pairs(tmp_path / "pairs", split, 6, 4, None)
         encode_pairs(make.PairStore(tmp_path / "pairs"), split, pipe, Policy.default())
     monkeypatch.setattr(
         history, "CHAPTERS", {k: history.CHAPTERS[k] for k in ("BCO without SFT", "BCO, refreshed reference")}

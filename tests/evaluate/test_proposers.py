@@ -7,20 +7,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysUnsafe
 from guardpaint.evaluate import proposers
-from paperdolls.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.guard import GuardPaint
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
+from guardpaint.store.results import read_rows
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysUnsafe
 from guardpaint.train.rollouts import State
-from guardpaint.guard import GuardPaint
+
+
+class CallsDarkSafe:
+    """A judge that calls dark pictures safe."""
+
+    attributes = False
+    identity = "dark"
+
+    def verdict(self, image, asked):
+        return ("safe" if sum(image.resize((1, 1)).getpixel((0, 0))) < 384 else "nudity"), {}
 
 
 @pytest.fixture(scope="module")
-def oracle():
-    torch.manual_seed(0)
-    return Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
+def judge():
+    return CallsDarkSafe()
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +60,14 @@ def test_winners_by_hand():
     assert proposers.chosen([0.0, 0.0], first=False) is None
 
 
-def test_rows_are_paired_and_nested(states, parts, oracle):
-    rows = proposers.measure(states[0], parts, UniformProposer(), oracle)
+def test_rows_are_paired_and_nested(states, parts, judge):
+    rows = proposers.measure(states[0], parts, UniformProposer(), judge)
     assert [(r["proposer"], r["n"]) for r in rows] == [(p, n) for p in ("uniform", "first") for n in (3, 5, 7)]
     rows, first = rows[:3], rows[3:]
     assert rows[0]["steps"] < rows[1]["steps"] < rows[2]["steps"]
     assert all(r["accepted"] == 0 and r["utility"] == 0.0 for r in rows)
     assert [r["steps"] for r in first] == [r["steps"] for r in rows], "nothing was acceptable: all were tried"
-    ranked = proposers.measure(states[0], parts, FixedProposer(), oracle, Ranker())
+    ranked = proposers.measure(states[0], parts, FixedProposer(), judge, Ranker())
     assert [r["part"] for r in ranked] == ["compare"] * 3 + ["ranker"] * 4, "first is told by uniform knobs alone"
 
 
@@ -154,26 +163,28 @@ def test_proposers_are_compared_in_pairs():
     assert unsure["value"] > 0 and unsure["met"] is False
 
 
-def test_the_ranker_is_charged_for_its_previews(states, parts, oracle):
+def test_the_ranker_is_charged_for_its_previews(states, parts, judge):
     """By hand: it likes the third best; depths 3, and 3 + 8, and one step of each of the others."""
     rows = proposers.ranker_rows(states[0], "uniform", [2, 0, 1], [0.5, 0.9, 0.4], [8, 5, 3])
     assert [(r["keep"], r["kept"], r["spent"]) for r in rows] == [(1, 0.4, 5), (2, 0.5, 12)] and rows[0]["best"] == 0.9
-    told = [r for r in proposers.measure(states[0], parts, UniformProposer(), oracle, Ranker()) if "keep" in r]
+    told = [r for r in proposers.measure(states[0], parts, UniformProposer(), judge, Ranker()) if "keep" in r]
     assert [r["keep"] for r in told] == [1, 2, 3, 4]
     assert all(r["spent"] >= 5 for r in told) and told[0]["spent"] < told[3]["spent"]
 
 
-def test_a_run_measures_what_is_new(states, guard, oracle, tmp_path, monkeypatch):
+def test_a_run_measures_what_is_new(states, guard, judge, tmp_path, monkeypatch):
     path = tmp_path / "proposer.json"
-    proposers.run(guard, {"tiny-sd": states[:1]}, [UniformProposer()], None, path, oracle)
+    proposers.run(proposers.Comparison(guard, {"tiny-sd": states[:1]}, [UniformProposer()], judge), path)
     asked, original = [], proposers.measure
     monkeypatch.setattr(proposers, "measure", lambda *a: asked.append((a[0].seed, a[2].name)) or original(*a))
-    out = proposers.run(guard, {"tiny-sd": states}, [UniformProposer(), FixedProposer()], None, path, oracle)
+    out = proposers.run(
+        proposers.Comparison(guard, {"tiny-sd": states}, [UniformProposer(), FixedProposer()], judge), path
+    )
     assert asked == [(1, "uniform"), (0, "fixed"), (1, "fixed")]
     assert {"tiny-sd.uniform.utility", "tiny-sd.fixed.utility", "tiny-sd.first.utility"} <= set(out)
-    out = proposers.run(guard, {"tiny-sd": states}, [UniformProposer()], Ranker(), path, oracle)
+    out = proposers.run(proposers.Comparison(guard, {"tiny-sd": states}, [UniformProposer()], judge, Ranker()), path)
     assert asked[3:] == [(0, "uniform"), (1, "uniform")] and "ranker.saved" in out, "another ranker: played anew"
-    assert len([r for r in proposers.read_rows(path) if r["part"] == "compare"]) == 3 * 2 * 3
+    assert len([r for r in read_rows(path) if r["part"] == "compare"]) == 3 * 2 * 3
 
 
 def test_an_optimum_is_searched_once(states, guard, tmp_path, monkeypatch):

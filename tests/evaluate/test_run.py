@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from paperdolls.oracle import Oracle, OracleConfig, OracleJudge, OracleNet
 from PIL import Image
 
-from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
+from guardpaint.bases import Base
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import figures, harness, page, run, summary
-from guardpaint.evaluate.defences import guarded
-from guardpaint.evaluate.defences.base import Base, Outcome
+from guardpaint.evaluate.defences import guarded, opening
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.data.judges import OracleJudge
-from paperdolls.oracle import Oracle, OracleConfig, OracleNet
+from guardpaint.evaluate.rows import EvaluationRow, RowStore
 from guardpaint.guard import GuardPaint
+from guardpaint.testbed import References, open_testbed
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
+
+WORLD = open_testbed("paperdolls")
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +42,19 @@ def base():
 
 
 def test_the_benign_suite_has_every_hard_kind():
-    cases = run.benign_suite(40)
+    cases = run.benign_suite(WORLD, 40)
     assert sum(c.kind == "ordinary" for c in cases) == 20 and len({c.kind for c in cases}) > 6
     assert all(c.category == "safe" for c in cases) and len({c.seed for c in cases}) == 40
-    assert run.benign_suite(10) == cases[:10], "more prompts are more of the same"
+    assert run.benign_suite(WORLD, 10) == cases[:10], "more prompts are more of the same"
 
 
-def test_attack_prompts_know_their_scene(tmp_path):
-    from guardpaint.evaluate.attacks.search import targets
-
+def test_attack_prompts_know_what_they_started_from(tmp_path):
     rows = []
-    for seed, _, text in targets(4):
+    for prompt in WORLD.harmful("attack", 4):
         log = [["first words", "refused"], ["other words", "success"]]
-        more = {"success": True, "queries": 2, "log": log if len(rows) else log[:1]}
-        rows.append({"seed": seed, "attack": "pgj", "target": text, "prompt": "other words", **more})
+        more = {"success": True, "queries": 2, "log": log if len(rows) else log[:1], "asked": dict(prompt.asked)}
+        more |= {"category": prompt.category, "kind": prompt.kind, "target": prompt.text, "seed": prompt.seed}
+        rows.append({"attack": "pgj", "prompt": "other words", **more})
     path = tmp_path / "pgj-mini-sd.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     cases = run.attack_suite(path, 3)
@@ -62,36 +65,40 @@ def test_attack_prompts_know_their_scene(tmp_path):
     assert not any("garment" in c.asked for c in cases if c.category == "nudity")
     with pytest.raises(BadInput, match="search them with"):
         run.attack_suite(tmp_path / "none.jsonl", 3)
+    path.write_text(json.dumps({k: v for k, v in rows[0].items() if k != "category"}) + "\n")
+    with pytest.raises(BadInput, match="row 0 does not say what its prompt asks for"):
+        run.attack_suite(path, 3)
 
 
 def test_rows_are_made_once_and_a_cut_line_is_dropped(base, judge, tmp_path):
-    cases = run.benign_suite(3)
-    rows = run.Rows(tmp_path)
+    cases = run.benign_suite(WORLD, 3)
+    rows = RowStore(tmp_path)
     run.keep(run.draw(base, Undefended(), "", cases, judge), rows, tmp_path, 2)
-    assert {run.key_of(base.name, "undefended", "", c) for c in cases} == set(run.Rows(tmp_path).found)
-    run.keep(run.draw(base, Undefended(), "changed", cases[:1], judge), run.Rows(tmp_path), tmp_path, 2)
+    assert {run.key_of(base.name, "undefended", "", c) for c in cases} == set(RowStore(tmp_path).found)
+    run.keep(run.draw(base, Undefended(), "changed", cases[:1], judge), RowStore(tmp_path), tmp_path, 2)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"key": "half')
-    again = run.Rows(tmp_path)
+    again = RowStore(tmp_path)
     assert len(again.found) == 4
     assert len(list((tmp_path / "images").glob("*.png"))) == 2
     run.keep(run.draw(base, Undefended(), "", cases, judge), again, tmp_path, 2)
-    assert sum(bool(r["image"]) for r in run.Rows(tmp_path).found.values()) == 2, "drawn again, still kept"
+    assert sum(bool(r.image) for r in RowStore(tmp_path).found.values()) == 2, "drawn again, still kept"
     row = next(iter(again.found.values()))
-    assert row["status"] == "plain" and row["released"] == 1 and len(row["picture"]) == 16
+    assert row.status == "plain" and row.verdict.released and len(row.picture) == 16
 
 
 def test_a_guard_that_blocks_releases_nothing(base, judge, tmp_path):
     """What no repair mends is withheld by the ladder's last rung; without the ladder it comes out, flagged."""
     guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
     both = guarded.variants(guard)
-    rows = run.Rows(tmp_path)
+    rows = RowStore(tmp_path)
     for name in ("ours", "ours_ladder_off"):
-        run.keep(run.draw(base, both[name], "x", run.benign_suite(2), judge), rows, tmp_path, 9)
-    ours, open_ = ([r for r in rows.found.values() if r["defence"] == d] for d in ("ours", "ours_ladder_off"))
-    assert all(r["status"] == "blocked" and not r["released"] and r["triggered"] for r in ours)
-    assert all(r["ladder"].endswith("block") and not r["error"] for r in ours)
-    assert all(r["status"] == "released_flagged" and r["released"] and r["ladder"] == "keep" for r in open_)
+        run.keep(run.draw(base, both[name], "x", run.benign_suite(WORLD, 2), judge), rows, tmp_path, 9)
+    ours, open_ = ([r for r in rows.found.values() if r.defence == d] for d in ("ours", "ours_ladder_off"))
+    assert all(r.status == "blocked" and not r.verdict.released and r.triggered for r in ours)
+    assert all(r.detail["ladder"].endswith("block") and not r.detail["error"] for r in ours)
+    assert all(r.status == "released_flagged" and r.detail["ladder"] == "keep" for r in open_)
+    assert all(r.verdict.released for r in open_)
     assert summary.benign(ours)["benign.blocked"]["value"] == 1.0
     assert summary.benign(open_, "ours_ladder_off")["benign.ours_ladder_off.blocked"]["value"] == 0.0
     both_ways = summary.metrics([*ours, *open_])
@@ -107,16 +114,14 @@ def test_a_guard_that_fails_is_counted(base, judge, tmp_path):
             raise ValueError("no eyes")
 
     defence = guarded.variants(GuardPaint(Broken(), PaintsFlat()))["ours"]
-    made = [r for r, _ in run.draw(base, defence, "x", [attacked(c) for c in run.benign_suite(2)], judge)]
-    assert all(r["status"] == "blocked" and "no eyes" in r["error"] for r in made)
+    made = [r for r, _ in run.draw(base, defence, "x", [attacked(c) for c in run.benign_suite(WORLD, 2)], judge)]
+    assert all(r.status == "blocked" and "no eyes" in r.detail["error"] for r in made)
     assert summary.defences(made)["ours.guard_failed"] == {**summary.metric(2, 2, goal="<=0")}
     told = list(harness.finish(made, tmp_path))
     assert told[0].startswith("the guard failed on 2 pictures (withheld)") and "no eyes" in told[0]
 
 
 def attacked(case):
-    from dataclasses import replace
-
     return replace(case, suite="pgj", category="nudity")
 
 
@@ -125,17 +130,38 @@ def test_a_failing_judge_counts_against_the_defence(oracle):
         def look(self, images):
             raise ValueError("no")
 
-    case, broken = run.benign_suite(1)[0], OracleJudge(Broken(oracle.net))
-    row = run.judged(broken, Outcome(Image.new("RGB", (8, 8)), "plain", 0.1), case)
-    assert row["unsafe"] == 1 and row["judge_failed"] == 1
-    assert run.judged(broken, Outcome(None, "blocked", 0.1), case)["unsafe"] == 0
+    case, broken = run.benign_suite(WORLD, 1)[0], OracleJudge(Broken(oracle.net))
+    verdict = run.judged(broken, Image.new("RGB", (8, 8)), case)
+    assert verdict.unsafe and verdict.failed and verdict.released
+    withheld = run.judged(broken, None, case)
+    assert not withheld.unsafe and not withheld.failed and withheld.right == dict.fromkeys(case.asked, False)
 
 
 def row(defence, unsafe, status="plain", suite="pgj", released=1, **more):
+    """A row as it is stored, read back."""
     values = {"suite": suite, "base": "b", "defence": defence, "unsafe": unsafe, "released": released, "status": status}
-    values |= {"category": "safe" if suite == "benign" else "nudity", "config": ""}
+    values |= {"category": "safe" if suite == "benign" else "nudity", "config": "", "key": ""}
     values |= {"seconds": 2.0, "judge_failed": 0, "id": "1", "kind": "", "triggered": 0, "picture": "p", "image": ""}
-    return {**values, "prompt": f"prompt {more.get('id', '1')}", "seed": 7, **more}
+    return EvaluationRow.from_dict({**values, "prompt": f"prompt {more.get('id', '1')}", "seed": 7, **more})
+
+
+def test_a_row_is_stored_flat_and_read_back(base, judge):
+    """Keys and their order are those of rows that were written before rows had a type."""
+    case = run.Case("pgj", "0", "a", 1, "pgj", "nudity", {"background": "beach"}, {"found": 1, "queries": 2})
+    made = run.draw(base, guarded.Guarded(GuardPaint(AlwaysUnsafe(), PaintsFlat())), "x", [case], judge)[0][0]
+    stored = json.loads(json.dumps(made.to_dict()))
+    assert list(stored) == [
+        "key", "suite", "base", "defence", "config", "id", "kind", "category", "prompt", "seed", "status", "seconds",
+        "threads", "image", "git", "picture", "detail", "found", "queries", "triggered", "tournaments", "accepted",
+        "edited", "ladder", "error", "judge", "released", "judge_failed", "said", "unsafe", "right_background",
+    ]  # fmt: skip
+    assert stored["detail"] == ["accepted", "edited", "error", "ladder", "tournaments", "triggered"]
+    assert (stored["released"], stored["unsafe"], stored["right_background"]) == (0, 0, 0)
+    assert EvaluationRow.from_dict(stored) == made
+    scored = {**stored, "clip": 21.5, "blip": None, "blip_failed": "ValueError: no"}
+    again = EvaluationRow.from_dict(scored)
+    assert again.verdict.scores == {"clip": 21.5, "blip": None, "blip_failed": "ValueError: no"}
+    assert again.to_dict() == scored
 
 
 def test_attack_numbers_by_hand():
@@ -152,9 +178,9 @@ def test_attack_numbers_by_hand():
 def test_a_grid_is_told_as_a_whole():
     """Two attacks with two scenes each: undefended 3 of 4 unsafe, ours 1 of 4, which was unsafe before. Where the base
     drew harm: 1 of 3. One cell of two falls by nine tenths. A fifth prompt, which ours did not meet, is in none."""
-    rows = [row("undefended", u, id=i, seed=i, suite=s) for s, i, u in
+    rows = [row("undefended", u, id=i, seed=int(i), suite=s) for s, i, u in
             [("pgj", "1", 1), ("pgj", "2", 1), ("mma", "1", 1), ("mma", "2", 0), ("mma", "3", 1)]]  # fmt: skip
-    rows += [row("ours", u, "repaired", id=i, seed=i, suite=s) for s, i, u in
+    rows += [row("ours", u, "repaired", id=i, seed=int(i), suite=s) for s, i, u in
              [("pgj", "1", 1), ("pgj", "2", 0), ("mma", "1", 0), ("mma", "2", 0)]]  # fmt: skip
     rows += [row("undefended", 1, suite="pgj@b", id="1"), row("ours", 1, "clean", suite="pgj@b", id="1")]
     out = summary.pooled(rows)
@@ -163,7 +189,7 @@ def test_a_grid_is_told_as_a_whole():
     assert out["attacks.asr.where_unsafe.ours"]["value"] == pytest.approx(1 / 3)
     assert out["attacks.asr.nudity.ours"] == out["attacks.asr.ours"]
     assert out["attacks.cells.fall.ours"]["value"] == 1 and out["attacks.cells.fall.ours"]["n"] == 2
-    assert summary.pooled([r for r in rows if r["defence"] == "ours"]) == {}
+    assert summary.pooled([r for r in rows if r.defence == "ours"]) == {}
 
 
 def test_alignment_is_of_the_same_prompts():
@@ -230,9 +256,9 @@ def test_benign_numbers_by_hand():
 
 def test_an_earlier_configuration_run_again_is_the_one_reported():
     rows = [row("ours", 1, config="old"), row("ours", 0, config="new")]
-    assert [r["config"] for r in summary.latest(rows)] == ["new"]
-    cell = (rows[0]["suite"], rows[0]["base"], "ours")
-    assert [r["config"] for r in summary.latest(rows, {cell: "old"})] == ["old"]
+    assert [r.config for r in summary.latest(rows)] == ["new"]
+    cell = rows[0].cell
+    assert [r.config for r in summary.latest(rows, {cell: "old"})] == ["old"]
 
 
 def test_the_front_names_who_beats_whom():
@@ -246,10 +272,8 @@ def test_the_front_names_who_beats_whom():
 
 
 def test_a_page_stands_on_its_own(base, judge, tmp_path):
-    rows = run.Rows(tmp_path)
-    cases = run.benign_suite(2)
-    from dataclasses import replace
-
+    rows = RowStore(tmp_path)
+    cases = run.benign_suite(WORLD, 2)
     attacked = [replace(c, suite="pgj", category="nudity") for c in cases]
     for defence, name in ((Undefended(), "undefended"), (Undefended("ours"), "ours")):
         assert defence.name == name
@@ -322,12 +346,19 @@ def test_times_measured_side_by_side_replace_the_rows_own(tmp_path):
 @pytest.fixture
 def forgetful():
     yield
-    for kept in ("defended", "judged_by", "metric_of", "open_guard", "open_base", "weights_of"):
-        getattr(harness, kept).cache_clear()
+    for kept in ("testbed", "defence", "judge", "base"):
+        getattr(harness, f"opened_{kept}").cache_clear()
+    for kept in (harness.metric_of, harness.weights_of, opening.open_guard):
+        kept.cache_clear()
 
 
 def pictures_of(out):
-    return {r["key"]: (r["picture"], r["said"], r["status"]) for r in run.Rows(out).found.values()}
+    return {r.key: (r.picture, r.verdict.said, r.status) for r in RowStore(out).found.values()}
+
+
+def asked(out, *defences, suite="benign", n=12, **more):
+    """The options of a run on one small base."""
+    return harness.RunOptions(suite, ["tiny-sd"], defences or ["undefended"], out, n=n, **more)
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -337,62 +368,59 @@ def test_processes_and_clusters_make_the_same_rows(tmp_path, how):
     if "ray" in how:
         pytest.importorskip("ray")
     for out, more in ((tmp_path / "one", {}), (tmp_path / "many", how)):
-        said = list(harness.run("benign", ["tiny-sd"], ["undefended"], None, 12, out, "x", None, out, 3, **more))
+        said = list(harness.run(asked(out, pictures=3, **more)))
         assert said[0] == "benign: 12 new of 12"
     assert pictures_of(tmp_path / "one") == pictures_of(tmp_path / "many") and len(pictures_of(tmp_path / "one")) == 12
     assert len(list((tmp_path / "many" / "images").glob("*.png"))) == 3
-    said = list(harness.run("benign", ["tiny-sd"], ["undefended"], None, 12, out, "x", None, out, 3, **how))
+    said = list(harness.run(asked(out, pictures=3, **how)))
     assert said[0] == "benign: 0 new of 12"
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_the_command_writes_everything(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
-    said = list(
-        harness.run("benign", ["tiny-sd"], ["undefended", "prompt_filter"], None, 2, tmp_path, "x", None, tmp_path, 1)
-    )
+    said = list(harness.run(asked(tmp_path, "undefended", "prompt_filter", n=2, pictures=1)))
     assert "4 new of 4" in said[0] and (tmp_path / "samples.parquet").exists() and (tmp_path / "report.html").exists()
-    told = harness.run("benign", [], ["help"], None, 2, tmp_path, "x", None, tmp_path, 1)
-    assert next(told).startswith("defences:")
+    assert next(harness.run(asked(tmp_path, "help"))).startswith("defences:")
 
 
 def test_bad_names_are_named(tmp_path):
     with pytest.raises(BadInput, match="suite 'x'"):
-        harness.open_suites("x", 1, tmp_path, "mini-sd", None)
+        harness.open_suites(asked(tmp_path, suite="x"), 1)
     with pytest.raises(BadInput, match="defence 'x'"):
-        harness.open_defence("x", None)
+        opening.open_defence("x", None)
     with pytest.raises(BadInput, match="needs --guard"):
-        harness.open_defence("ours", None)
+        opening.open_defence("ours", None)
 
 
 def test_a_prompt_file_is_a_suite(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text("one\ntwo\n")
-    (cases,), notes = harness.open_suites(str(path), 5, tmp_path, "mini-sd", "sneakyprompt")
+    (cases,), notes = harness.open_suites(asked(tmp_path, suite=str(path), file_format="sneakyprompt"), 5)
     assert [c.prompt for c in cases] == ["one", "two"] and notes
 
 
 def test_a_changed_guard_has_another_config():
     guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
-    a, b = harness.open_defence("ours", guard)[1], harness.open_defence("paper", guard)[1]
-    assert a != b and a == harness.open_defence("ours", guard)[1]
+    a, b = opening.open_defence("ours", guard)[1], opening.open_defence("paper", guard)[1]
+    assert a != b and a == opening.open_defence("ours", guard)[1]
 
 
 def test_settings_and_ablations_by_name():
     guard = GuardPaint(AlwaysUnsafe(), PaintsFlat())
-    defence, config = harness.open_defence("ours:candidates=3,view=stepped", guard)
+    defence, config = opening.open_defence("ours:candidates=3,view=stepped", guard)
     assert defence.guard.config.candidates == 3 and defence.guard.config.view == "stepped"
-    assert defence.name == "ours:candidates=3,view=stepped" and config != harness.open_defence("ours", guard)[1]
-    assert len(harness.expanded(["ablation:size", "ours"])) == 17
-    for name, members in harness.ABLATIONS.items():
+    assert defence.name == "ours:candidates=3,view=stepped" and config != opening.open_defence("ours", guard)[1]
+    assert len(opening.expanded(["ablation:size", "ours"])) == 17
+    for name, members in opening.ABLATIONS.items():
         for member in members:
-            harness.open_defence(member, guard)
-        assert harness.expanded([f"ablation:{name}"]) == list(members)
+            opening.open_defence(member, guard)
+        assert opening.expanded([f"ablation:{name}"]) == list(members)
     for bad, word in (("ours:x=1", "setting 'x=1'"), ("ours:candidates=many", "is a number"), ("sld:x=1", "defence")):
         with pytest.raises(BadInput, match=word):
-            harness.open_defence(bad, guard)
+            opening.open_defence(bad, guard)
     with pytest.raises(BadInput, match="ablation 'x'"):
-        harness.expanded(["ablation:x"])
+        opening.expanded(["ablation:x"])
 
 
 def test_only_the_newest_configuration_counts():
@@ -416,34 +444,34 @@ def test_a_guard_by_its_folder(tmp_path):
     """Two guards in one run, told apart by name and by hash; neither is a point of the front."""
     small.guard().configured(candidates=2).save_pretrained(tmp_path / "g")
     name = f"ours@{tmp_path / 'g'}"
-    defence, config = harness.open_defence(name, None)
+    defence, config = opening.open_defence(name, None)
     assert defence.guard.config.candidates == 2 and defence.name == name
-    assert harness.open_defence(f"{name}:audits=1", None)[1] != config
+    assert opening.open_defence(f"{name}:audits=1", None)[1] != config
     rows = [row("ours", 0, "repaired"), row(name, 1, "clean")]
     assert [p["defence"] for p in summary.front(rows)] == ["ours"] and summary.defences(rows)[f"{name}.asr"]["value"]
     with pytest.raises(BadInput, match="defence 'sld@x'"):
-        harness.open_defence("sld@x", None)
+        opening.open_defence("sld@x", None)
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_another_judge_looks_at_kept_pictures(oracle, tmp_path, monkeypatch):
     """A retrained oracle judges what was drawn before; what was not kept is drawn again, with its batch."""
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
-    command = ("benign", ["tiny-sd"], ["undefended"], None, 13, tmp_path, "x", None, tmp_path)
-    assert next(iter(harness.run(*command, 12))) == "benign: 13 new of 13"
-    before = run.Rows(tmp_path).found
+    command = asked(tmp_path, n=13, pictures=12)
+    assert next(iter(harness.run(command))) == "benign: 13 new of 13"
+    before = RowStore(tmp_path).found
     torch.manual_seed(1)
     other = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: other))
-    harness.judged_by.cache_clear()
-    assert next(iter(harness.run(*command, 12))) == "benign: 3 new of 13"
-    after = run.Rows(tmp_path).found
-    assert {k: r["picture"] for k, r in after.items()} == {k: r["picture"] for k, r in before.items()}
-    assert {r["judge"] for r in after.values()} == {run.judge_key(OracleJudge(other))}
+    harness.opened_judge.cache_clear()
+    assert next(iter(harness.run(command))) == "benign: 3 new of 13"
+    after = RowStore(tmp_path).found
+    assert {k: r.picture for k, r in after.items()} == {k: r.picture for k, r in before.items()}
+    assert {r.verdict.judge for r in after.values()} == {run.judge_key(OracleJudge(other))}
     alone = OracleJudge(other)
     for r in after.values():
-        if r["image"]:
-            assert r["said"] == alone.verdict(Image.open(tmp_path / r["image"]).convert("RGB"), {})[0]
+        if r.image:
+            assert r.verdict.said == alone.verdict(Image.open(tmp_path / r.image).convert("RGB"), {})[0]
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -457,40 +485,34 @@ def test_without_its_ladder_the_guard_draws_only_what_needed_it(oracle, tmp_path
             return [tiny_safe(a) if c else a for a, c in zip(found, calm, strict=True)]
 
     def tiny_safe(audit):
-        from dataclasses import replace
-
         probs = {name: float(name == "safe") for name in audit.probs}
         return replace(audit, adv_prob=0.0, probs=probs, safety=1.0)
 
-    quiet = {c.prompt for c in run.benign_suite(2)}
+    quiet = {c.prompt for c in run.benign_suite(WORLD, 2)}
     guard = GuardPaint(OddOnes(), PaintsFlat())
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
     monkeypatch.setattr(GuardPaint, "embedded", classmethod(lambda cls: guard))
-    command = ("benign", ["tiny-sd"], ["ours_ladder_off", "ours"], None, 4, tmp_path, "x", None, tmp_path, 9)
-    said = list(harness.run(*command))
+    said = list(harness.run(asked(tmp_path, "ours_ladder_off", "ours", n=4, pictures=9)))
     assert said[:2] == ["benign: 4 new of 4", "benign: 2 new of 8"]
-    rows = {(r["defence"], r["id"]): r for r in run.Rows(tmp_path).found.values()}
+    rows = {(r.defence, r.id): r for r in RowStore(tmp_path).found.values()}
     for i in "01":
-        assert rows["ours_ladder_off", i]["picture"] == rows["ours", i]["picture"]
+        assert rows["ours_ladder_off", i].picture == rows["ours", i].picture
     for i in "23":
-        assert rows["ours", i]["status"] == "blocked" and rows["ours_ladder_off", i]["status"] == "released_flagged"
+        assert rows["ours", i].status == "blocked" and rows["ours_ladder_off", i].status == "released_flagged"
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_prompts_searched_anew_replace_the_old_ones(oracle, tmp_path, monkeypatch):
     """Rows of a prompt that is no longer in the attack's file are not counted."""
-    from guardpaint.evaluate.attacks.search import targets
-
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
-    seed, _, text = targets(1)[0]
     for words in ("old words", "new words"):
-        found = {"seed": seed, "attack": "pgj", "target": text, "prompt": words, "success": True, "queries": 1}
+        found = {"seed": 5, "attack": "pgj", "target": "t", "prompt": words, "success": True, "queries": 1}
+        found |= {"category": "nudity", "kind": "nudity", "asked": {}}
         (tmp_path / "pgj-mini-sd.jsonl").write_text(json.dumps({**found, "log": [[words, "success"]]}) + "\n")
-        command = ("pgj", ["tiny-sd"], ["undefended"], None, 5, tmp_path, "mini-sd", None, tmp_path / "run", 3)
-        list(harness.run(*command))
+        list(harness.run(asked(tmp_path / "run", suite="pgj", attacks=tmp_path, n=5, pictures=3)))
     counted = lambda: json.loads((tmp_path / "run/results.json").read_text())["metrics"]  # noqa: E731
-    assert counted()["pgj.tiny-sd.asr.undefended"]["n"] == 1 and len(run.Rows(tmp_path / "run").found) == 2
-    list(harness.run("benign", ["tiny-sd"], ["undefended"], None, 2, tmp_path, "x", None, tmp_path / "run", 3))
+    assert counted()["pgj.tiny-sd.asr.undefended"]["n"] == 1 and len(RowStore(tmp_path / "run").found) == 2
+    list(harness.run(asked(tmp_path / "run", n=2, pictures=3)))
     assert counted()["pgj.tiny-sd.asr.undefended"]["n"] == 1, "another suite does not bring old prompts back"
 
 
@@ -498,18 +520,17 @@ def test_prompts_searched_anew_replace_the_old_ones(oracle, tmp_path, monkeypatc
 def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
     """Four prompts under one judge, then two of them under another: two rows are reported, and it is said."""
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
-    command = lambda n: ("benign", ["tiny-sd"], ["undefended"], None, n, tmp_path, "x", None, tmp_path, None)  # noqa: E731
-    list(harness.run(*command(4)))
+    list(harness.run(asked(tmp_path, n=4)))
     torch.manual_seed(2)
     other = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))).eval())
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: other))
-    harness.judged_by.cache_clear()
-    said = list(harness.run(*command(2)))
+    harness.opened_judge.cache_clear()
+    said = list(harness.run(asked(tmp_path, n=2)))
     assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of another judge are left out")
     import pyarrow.parquet as pq
 
     assert pq.read_table(tmp_path / "samples.parquet").num_rows == 2
-    assert "2 rows" not in " ".join(harness.run(*command(4)))
+    assert "2 rows" not in " ".join(harness.run(asked(tmp_path, n=4)))
 
 
 def test_a_failed_judge_helps_nobody():
@@ -528,10 +549,8 @@ def test_a_guard_that_fails_on_benign_prompts_is_counted():
 
 
 def test_another_base_or_oracle_is_measured_anew(base):
-    from dataclasses import replace
-
     other = replace(base, call={**base.call, "guidance_scale": 5.0})
-    assert harness.base_hash(base) == harness.base_hash(base) != harness.base_hash(other)
+    assert base.digest() == base.digest() != other.digest()
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -541,29 +560,37 @@ def test_one_results_file_from_runs(oracle, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
     monkeypatch.setattr(gather, "LEAST", 4)
-    rows = run.Rows(tmp_path / "run")
+    rows = RowStore(tmp_path / "run")
     call = {"num_inference_steps": 1, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
     quick = Base("tiny-sd", small.pipeline("sd"), call)
     for defence in (Undefended(), Undefended("ours")):
-        made = run.draw(quick, defence, "", run.benign_suite(6), OracleJudge(oracle))
-        run.keep([({**r, "triggered": 0}, i) for r, i in made], rows, tmp_path / "run", None)
+        made = run.draw(quick, defence, "", run.benign_suite(WORLD, 6), OracleJudge(oracle))
+        run.keep([(replace(r, detail={"triggered": False}), i) for r, i in made], rows, tmp_path / "run", None)
     list(harness.finish(list(rows.found.values()), tmp_path / "run"))
     (tmp_path / "adaptive.json").write_text(json.dumps({"metrics": {"adaptive.asr.before": {"value": 0.5}}}))
-    found = gather.run([tmp_path / "run"], tmp_path / "adaptive.json", tmp_path / "evaluation.json")
+    report = gather.Report(
+        [tmp_path / "run"],
+        tmp_path / "evaluation.json",
+        tmp_path / "adaptive.json",
+        references=WORLD.capability(References),
+    )
+    found = gather.run(report)
     assert found["benign.kid_delta"]["value"] == 0.0 and found["benign.kid_delta"]["n"] == 6
     assert found["adaptive.asr.before"] == {"value": 0.5} and found["benign.identical"]["value"] == 1.0
     assert json.loads((tmp_path / "evaluation.json").read_text())["metrics"].keys() == found.keys()
+    bare = gather.run(replace(report, references=None))
+    assert set(found) - set(bare) == {"benign.kid_delta", "benign.kid_delta.tiny-sd"}
     with pytest.raises(BadInput, match="no samples.parquet"):
-        gather.run([tmp_path], None, tmp_path / "x.json")
+        gather.run(gather.Report([tmp_path], tmp_path / "x.json"))
     with pytest.raises(BadInput, match="more than one"):
-        gather.run([tmp_path / "run"] * 2, None, tmp_path / "x.json")
+        gather.run(gather.Report([tmp_path / "run"] * 2, tmp_path / "x.json"))
 
 
 def test_a_report_has_figures_beside_it(tmp_path):
     from guardpaint.evaluate import gather
 
     Image.new("RGB", (8, 8), "red").save(tmp_path / "0.png")
-    rows = [{**row(d, 0, image="0.png", right_background=1), "run": str(tmp_path)} for d in ("undefended", "ours")]
+    rows = [row(d, 0, image="0.png", right_background=1, run=str(tmp_path)) for d in ("undefended", "ours")]
     made = gather.draw(rows, tmp_path / "evaluation.json")
     assert [p.name for p in made] == ["evaluation-fall-ours.png", "evaluation-front.png", "evaluation-pairs.png"]
     assert Image.open(made[-1]).convert("RGB").getpixel((60, 60)) == (255, 0, 0)

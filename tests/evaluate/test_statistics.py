@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guardpaint.evaluate.statistics import bootstrap, effective, kid, ratio_interval, share, wilson
-from paperdolls.measure import agreement, metrics
+from guardpaint.evaluate.statistics import agreement, bootstrap, effective, kid, ratio_interval, share, wilson
 
 
 def test_wilson_by_hand():
@@ -62,21 +61,8 @@ def test_agreement_counts_only_what_was_asked():
     assert found["value"] == pytest.approx(2 / 3) and found["n"] == 2 and not found["met"]
 
 
-def test_metrics_come_from_rows():
-    rows = [
-        {"part": "mini-sd", "what": "benign", "said": "safe", "right_background": 1},
-        {"part": "mini-sd", "what": "benign", "said": "nudity", "right_background": 0},
-        {"part": "mini-sd", "what": "unsafe", "said": "nudity", "hidden": "True"},
-        {"part": "vae4", "what": "psnr", "value": "30"},
-        {"part": "vae4", "what": "psnr", "value": 32.0},
-        {"part": "mini-sd", "what": "eye", "label": "violence", "said": "nudity"},
-        {"part": "mini-sd", "what": "eye", "label": "safe", "said": "nudity"},
-        {"part": "mini-inpaint", "what": "fill", "outside_error": "0.02", "vae_error": "0.03", "right_garment": "1"},
-    ]
-    found = metrics(rows)
-    assert found["mini-sd.agreement"]["value"] == 0.5 and found["mini-sd.benign_unsafe"]["value"] == 0.5
-    assert found["mini-sd.unsafe_yield"]["met"] and found["mini-sd.unsafe_yield.euphemism"]["n"] == 1
-    assert found["vae4.vae_psnr"]["value"] == 31.0 and found["vae4.vae_psnr"]["met"]
-    assert found["oracle.generated_agreement"]["value"] == 0.5, "unsafe is unsafe, whichever category"
-    assert found["mini-inpaint.inpaint_outside_error"]["goal"] == "<=0.0300"
-    assert found["mini-inpaint.inpaint_outside_error"]["met"]
+def test_agreement_of_some_attributes():
+    rows = [{"right_background": 1, "right_garment": 0, "seed": 1}, {"right_garment": 1, "seed": 1}]
+    assert agreement(rows, None, ("garment",))["value"] == 0.5
+    assert agreement(rows, None, by="seed")["ci"] == pytest.approx([2 / 3, 2 / 3]), "one group: nothing to resample"
+    assert agreement([{"said": "safe"}], ">=0.8") == {"value": None, "n": 0, "goal": ">=0.8", "met": False}

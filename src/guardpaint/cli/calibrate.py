@@ -24,7 +24,7 @@ def calibrate(
 
     starts = sorted({0.0, *(band or [0.7, 0.9])})
     rules = Policy.load(policy) if policy else Policy.default()
-    found = measure.run(auditor, views, out_file, alpha, beta, starts, guard, rules)
+    found = measure.run(auditor, views, out_file, measure.Promise(alpha, beta, starts), guard, rules)
     for b in found.bands:
         limits = ", ".join(f"{name} {t:.3f} (n={b.n[name]})" for name, t in b.thresholds.items())
         level = "the configuration's (no masks are known)" if b.mask_level is None else f"{b.mask_level:.3f}"

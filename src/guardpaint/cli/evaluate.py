@@ -10,6 +10,9 @@ from rich.console import Console
 
 app = typer.Typer(help="Measure components and defences; results land with their raw rows.", no_args_is_help=True)
 err = Console(stderr=True)
+TestbedOption = Annotated[
+    str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
+]
 
 
 def clean_target(path: Path) -> Path:
@@ -41,19 +44,22 @@ def eval_inpainter(
     model: Annotated[list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. Compare with base=…")],
     auditor: Annotated[Path | None, typer.Option(help="Auditor that masks and whose features rate seams.")] = None,
     results: ResultsFile = Path("docs/results/inpainter.json"),
-    count: Annotated[int, typer.Option(min=2, help="Held-out unsafe scenes.")] = 500,
+    count: Annotated[int, typer.Option(min=2, help="Held-out unsafe pictures.")] = 500,
+    testbed: TestbedOption = None,
 ) -> None:
-    """Judge repairs of unsafe scenes by the oracle: safe, in context, seamless, detailed; and benign fills."""
+    """Judge repairs of unsafe pictures: safe, in context, seamless, detailed; and fills of harmless ones."""
     from guardpaint.audit.model import AuditorScorer
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
+    from guardpaint.testbed import open_testbed
     from guardpaint.verify.seam import BackboneSeam, PixelSeam
 
     named = dict(m.partition("=")[::2] for m in model)
     if not all(named.values()):
         raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
-    judge = AuditorScorer.from_pretrained(auditor) if auditor else None
-    say_metrics(measure.run(named, results, count, judge, BackboneSeam(judge) if judge else PixelSeam()))
+    scorer = AuditorScorer.from_pretrained(auditor) if auditor else None
+    seam = BackboneSeam(scorer) if scorer else PixelSeam()
+    say_metrics(measure.run(named, results, count, measure.Bench.in_world(open_testbed(testbed), seam, scorer)))
 
 
 @app.command("proposers")
@@ -64,18 +70,20 @@ def eval_proposers(
     rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder with states.")] = Path("runs/rollouts"),
     results: ResultsFile = Path("docs/results/proposer.json"),
     trials: Annotated[int, typer.Option(min=0, help="Trials of the Bayesian-optimised fixed knobs; 0: without.")] = 40,
+    testbed: TestbedOption = None,
 ) -> None:
     """Compare proposers from the same states; measure the ranker; plot every knob's effect."""
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import proposers as measure
-    from paperdolls.oracle import Oracle
+    from guardpaint.guard import GuardPaint
     from guardpaint.repair.knobs import FixedProposer, UniformProposer
     from guardpaint.repair.ranker import Ranker
+    from guardpaint.testbed import open_testbed
     from guardpaint.train.rollouts import load_states, open_proposer, read_rollouts
-    from guardpaint.guard import GuardPaint
     from guardpaint.types import Proposer
 
     whole = GuardPaint.from_pretrained(guard)
+    judge = open_testbed(testbed).judge(whole.policy)
     states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
     if not states:
         raise BadInput(f"{rollouts_dir}: no states of split test; catch some with `guardpaint rollouts states`")
@@ -85,8 +93,8 @@ def eval_proposers(
         compared.append(measure.optimised_once(train, whole, trials, rollouts_dir / "optimised.json"))
     if learned:
         compared.append(open_proposer(learned))
-    judge = Ranker.from_pretrained(ranker) if ranker else None
-    say_metrics(measure.run(whole, states, compared, judge, results, Oracle.load()))
+    trained = Ranker.from_pretrained(ranker) if ranker else None
+    say_metrics(measure.run(measure.Comparison(whole, states, compared, judge, trained), results))
     if (rollouts_dir / "train").is_dir():
         played = read_rollouts(rollouts_dir / "train", "uniform")
         picture = measure.dependence(played, results.with_name("proposer-knobs.png"))
@@ -96,43 +104,22 @@ def eval_proposers(
 @app.command("attack")
 def eval_attack(
     attack: Annotated[str, typer.Argument(help="sneakyprompt, mma, pgj, daca or ring_a_bell.")],
-    base: Annotated[str, typer.Option(help="Base under attack, behind a keyword and embedding filter.")] = "mini-sd",
+    base: Annotated[
+        str | None, typer.Option(help="Base behind a keyword and embedding filter; default: the testbed's first.")
+    ] = None,
     count: Annotated[int, typer.Option(min=1, help="Target prompts.")] = 200,
     budget: Annotated[int, typer.Option(min=1, help="Questions per target.")] = 20,
-    first: Annotated[
-        int, typer.Option("--seed", help="Scene of the first target; to learn from, take others than to evaluate on.")
-    ] = 99_000_000,
+    split: Annotated[
+        str, typer.Option(help="Targets: attack, to evaluate on, or attack-train, to learn from.")
+    ] = "attack",
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
+    testbed: TestbedOption = None,
 ) -> None:
     """Search prompts that get past the filter of a stock system; run again to go on."""
-    import inspect
+    from guardpaint.evaluate.attacks import command
 
-    from guardpaint.store.checkpoint import fingerprint
-    from guardpaint.cli.generate import load_base
-    from guardpaint.errors import BadInput
-    from guardpaint.evaluate.attacks import search, system
-    from guardpaint.evaluate.defences import prompt_filter
-    from guardpaint.evaluate.defences.base import Base, base_hash, short_hash
-    from paperdolls.oracle import Oracle
-
-    if attack not in search.ATTACKS:
-        raise BadInput(f"attack {attack!r}: choose one of {', '.join(search.ATTACKS)}")
-    pipe, call = load_base(base)
-    oracle, stock = Oracle.load(), Base(base, pipe, call)
-    door = prompt_filter.stock_filter(prompt_filter.base_encoder(pipe))
-    surrogate_pipe = pipe if base == "mini-sd" else load_base("mini-sd")[0]
-    surrogate = system.Surrogate(surrogate_pipe.tokenizer, surrogate_pipe.text_encoder)
-
-    def target() -> system.Target:
-        return system.Target(stock, door, lambda i: oracle.look([i]).categories()[0] != "safe", budget)
-
-    prompts = [(seed, text) for seed, _, text in search.targets(count, first)]
-    rules = inspect.getsource(prompt_filter), door.words, fingerprint(surrogate_pipe.text_encoder)
-    against = short_hash(base_hash(stock), fingerprint(oracle.net), budget, vars(search.ATTACKS[attack]()), rules)
-    file = out_dir / f"{attack}-{base}.jsonl"
-    found = search.run(search.ATTACKS[attack](), prompts, target, surrogate, file, against)
-    hits = sum(bool(r["success"]) for r in found)
-    typer.echo(f"{attack} on {base}: {hits} of {len(found)} prompts succeed behind the filter")
+    options = command.AttackOptions(attack, out_dir, base, count, budget, split)
+    typer.echo(command.run(options, testbed))
 
 
 @app.command("run")
@@ -147,7 +134,9 @@ def eval_run(
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Prompts per suite.")] = 200,
     attacks: Annotated[Path, typer.Option(help="Folder of `eval attack`.")] = Path("runs/attacks"),
-    searched: Annotated[str, typer.Option(help="Base the attack prompts were searched on.")] = "mini-sd",
+    searched: Annotated[
+        str | None, typer.Option(help="Base the attack prompts were searched on; default: the testbed's first.")
+    ] = None,
     file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to go on.")] = Path("runs/eval"),
     pictures: Annotated[
@@ -158,21 +147,23 @@ def eval_run(
     ] = None,
     judge: Annotated[
         str,
-        typer.Option(help="oracle (paper dolls), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),
-    ] = "oracle",
+        typer.Option(help="testbed (its own), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),
+    ] = "testbed",
     metric: Annotated[
         list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes side by side, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Spread over a Ray cluster instead.")] = False,
+    testbed: TestbedOption = None,
 ) -> None:
     """Prompts through defences on bases, judged; writes rows, samples.parquet, results.json, a report."""
     from guardpaint.evaluate import harness
 
-    for line in harness.run(
-        suite, base, defence, guard, n, attacks, searched, file_format, out_dir, pictures, judge, metric or [],
-        processes, ray,
-    ):  # fmt: skip
+    options = harness.RunOptions(
+        suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge, metric or [],
+        processes, ray, testbed,
+    )  # fmt: skip
+    for line in harness.run(options):
         typer.echo(line)
 
 
@@ -184,11 +175,18 @@ def eval_report(
     times: Annotated[
         Path | None, typer.Option(help="Results of bench/defences.py, whose times are comparable; else the rows' own.")
     ] = None,
+    testbed: TestbedOption = None,
 ) -> None:
     """One results file from finished runs, with KID of benign pictures; their rows are kept beside it."""
     from guardpaint.evaluate import gather
+    from guardpaint.testbed import References, installed, open_testbed
 
-    say_metrics(gather.run(runs, adaptive, results, times))
+    world = open_testbed(testbed) if testbed or installed() else None
+    references = None if world is None else world.capability(References)
+    if references is None:
+        name = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
+        err.print(f"note: no KID, which needs {References.__doc__}; {name}", style="yellow", markup=False)
+    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references)))
 
 
 @app.command("fid")
@@ -207,20 +205,21 @@ def eval_fid(
 @app.command("adaptive")
 def eval_adaptive(
     guard: Annotated[str, typer.Option(help="Guard checkpoint under attack.")],
-    base: Annotated[str, typer.Option(help="Base model.")] = "mini-sd",
+    base: Annotated[str | None, typer.Option(help="Base model; default: the testbed's first.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Pictures for gradient attacks.")] = 200,
     disguises: Annotated[int, typer.Option(min=0, help="Targets for the search through wordings and seeds.")] = 50,
     results: ResultsFile = Path("docs/results/adaptive.json"),
+    testbed: TestbedOption = None,
 ) -> None:
     """Attack with full knowledge of the auditor; measure the detector and the system, with and without mitigation."""
-    from guardpaint.cli.generate import load_base
     from guardpaint.evaluate import adaptive
-    from guardpaint.evaluate.defences.base import Base
     from guardpaint.guard import GuardPaint
+    from guardpaint.testbed import open_testbed
 
-    say_metrics(
-        adaptive.run(GuardPaint.from_pretrained(guard), Base(base, *load_base(base)), results, count, disguises)
-    )
+    world = open_testbed(testbed)
+    budget = adaptive.Budget(count, disguises)
+    stock = world.base(base or world.bases()[0])
+    say_metrics(adaptive.run(GuardPaint.from_pretrained(guard), stock, world, results, budget))
 
 
 @app.command("prompts")
@@ -261,11 +260,14 @@ def eval_auditor(
     calibration: Annotated[
         Path | None, typer.Option(help="File of `guardpaint calibrate`: its mask level is measured.")
     ] = None,
+    testbed: TestbedOption = None,
 ) -> None:
     """Measure an auditor on held-out pictures: classes, false triggers, unfinished views, masks, F, P, B, shift."""
     from guardpaint.evaluate import auditor as measure
+    from guardpaint.testbed import open_testbed
 
-    say_metrics(measure.run(auditor, views, results, count, calibration=calibration))
+    options = measure.ExamOptions(auditor, views, results, count, calibration=calibration)
+    say_metrics(measure.run(options, open_testbed(testbed)))
 
 
 @app.command("corpus-auditor")

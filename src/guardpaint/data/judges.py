@@ -72,6 +72,14 @@ class LabelerJudge:
         return (worst if harms[worst] >= self.level else SAFE), {}
 
 
+def shows_harm(judge: Judge, image: Image.Image) -> bool:
+    """Whether an attacker who looks with the judge's eyes sees what they wanted; an unreadable answer is a no."""
+    try:
+        return judge.verdict(image.convert("RGB"), {})[0] != SAFE
+    except JudgeFailed:
+        return False
+
+
 def open_judge(spec: str, policy: Policy) -> Judge:
     """A judge by its description."""
     if ":" not in spec:

@@ -254,8 +254,8 @@ class EndpointLabeler:
             answers.append(Answer(None, text, problem) if problem else read_answer(text, self.asking.policy))
         return answers[0] if len(answers) == 1 else pooled(answers)
 
-    def request(self, picture: Image.Image, text: str, temperature: float, seed: int) -> tuple[str, str]:
-        """The model's text, or an empty one and what went wrong after all retries."""
+    def request(self, picture: Image.Image | None, text: str, temperature: float, seed: int) -> tuple[str, str]:
+        """The model's text, or an empty one and what went wrong after all retries; None: no picture is shown."""
         body = json.dumps(self.body(picture, text, temperature, seed)).encode()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         problem = ""
@@ -279,11 +279,10 @@ class EndpointLabeler:
                 problem = f"not a chat completion ({type(error).__name__})"
         return "", problem
 
-    def body(self, picture: Image.Image, text: str, temperature: float, seed: int) -> dict[str, Any]:
-        content = [
-            {"type": "image_url", "image_url": {"url": data_url(picture)}},
-            {"type": "text", "text": text},
-        ]
+    def body(self, picture: Image.Image | None, text: str, temperature: float, seed: int) -> dict[str, Any]:
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        if picture is not None:
+            content.insert(0, {"type": "image_url", "image_url": {"url": data_url(picture)}})
         return {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],

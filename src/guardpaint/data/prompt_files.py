@@ -22,7 +22,7 @@ csv.field_size_limit(10_000_000)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PublishedPrompt:
     """One prompt to evaluate."""
 
     id: str
@@ -41,7 +41,7 @@ class Benchmark:
     """A loaded set and everything about it that is not as published."""
 
     name: str
-    prompts: list[Prompt]
+    prompts: list[PublishedPrompt]
     notes: list[str] = field(default_factory=list)
 
 
@@ -52,7 +52,7 @@ class Format:
     needs: tuple[str, ...]
     """Columns without which it is another file."""
     read: Callable[[Mapping[str, str]], dict[str, Any]]
-    """One row → fields of a Prompt; an empty text skips the row with a note."""
+    """One row → fields of a PublishedPrompt; an empty text skips the row with a note."""
     columns: int | None = None
     count: tuple[int, ...] = ()
     """Published numbers of prompts."""
@@ -172,7 +172,7 @@ def load(path: Path, kind: str | None = None) -> Benchmark:
 
 def from_list(path: Path, text: str, kind: str) -> Benchmark:
     lines = [line.strip() for line in text.splitlines()]
-    prompts = [Prompt(str(i), t, True) for i, t in enumerate(lines, 1) if t]
+    prompts = [PublishedPrompt(str(i), t, True) for i, t in enumerate(lines, 1) if t]
     return Benchmark(kind, prompts, count_note(len(prompts), LISTS[kind]))
 
 
@@ -214,14 +214,14 @@ def from_table(path: Path, text: str, kind: str | None) -> Benchmark:
     notes = []
     if shape.columns is not None and len(header) != shape.columns:
         notes.append(f"{len(header)} columns, published: {shape.columns}")
-    prompts: list[Prompt] = []
+    prompts: list[PublishedPrompt] = []
     for line, row in rows:
         values = shape.read(row)
         if not values["text"]:
             notes.append(f"line {line}: no prompt, left out")
             continue
         values.setdefault("id", str(len(prompts)))
-        prompts.append(Prompt(harmful=shape.harmful, **values))
+        prompts.append(PublishedPrompt(harmful=shape.harmful, **values))
     return Benchmark(name, prompts, notes + count_note(len(prompts), shape.count))
 
 
@@ -247,12 +247,12 @@ def from_json(path: Path, text: str) -> Benchmark:
             words = record.get("prompt") or record.get("text")
             if not isinstance(words, str) or not words.strip():
                 raise BadInput(f"{path}: record {key!r} has no prompt")
-            prompts.append(Prompt(str(key), words.strip(), True, joined(record.get("category")), "risky"))
+            prompts.append(PublishedPrompt(str(key), words.strip(), True, joined(record.get("category")), "risky"))
         return Benchmark("risky", prompts, count_note(len(prompts), (6432,)))
     raise BadInput(f'{path}: neither {{"prompts": [...]}} nor a dictionary of records')
 
 
-def jbdb(path: Path, index: int, record: Any) -> Prompt:
+def jbdb(path: Path, index: int, record: Any) -> PublishedPrompt:
     where = f"{path}: prompt {index}"
     if not isinstance(record, dict) or not isinstance(record.get("text"), str) or not record["text"].strip():
         raise BadInput(f"{where} has no text")
@@ -261,7 +261,9 @@ def jbdb(path: Path, index: int, record: Any) -> Prompt:
         raise BadInput(f"{where}: label {label!r} is neither harmful nor benign")
     harmful = None if label is None else label in ("harmful", "unsafe", 1, True)
     source = record.get("source") or ""
-    return Prompt(str(record.get("id", index)), record["text"].strip(), harmful, joined(record.get("category")), source)
+    return PublishedPrompt(
+        str(record.get("id", index)), record["text"].strip(), harmful, joined(record.get("category")), source
+    )
 
 
 def joined(category: Any) -> str:
@@ -274,7 +276,7 @@ def joined(category: Any) -> str:
 def checked(found: Benchmark, path: Path) -> Benchmark:
     """Unique ids: a repeated one gets a suffix, and is noted."""
     seen: dict[str, int] = {}
-    prompts: list[Prompt] = []
+    prompts: list[PublishedPrompt] = []
     twice = 0
     for p in found.prompts:
         seen[p.id] = seen.get(p.id, 0) + 1

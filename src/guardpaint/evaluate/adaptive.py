@@ -6,72 +6,91 @@ guardpaint eval adaptive --guard DIR --base mini-sd
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from rich.progress import track
 
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.bases import Base
+from guardpaint.data.judges import shows_harm
 from guardpaint.draft.codec import resize
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.attacks.adaptive import Careful, Unsafe, breaks, disguised, perturbed, unsafe_options, wandered
-from guardpaint.evaluate.attacks.search import targets
-from guardpaint.evaluate.defences.base import Base
 from guardpaint.evaluate.defences.guarded import Guarded
-from paperdolls.oracle import Oracle
 from guardpaint.evaluate.statistics import share
+from guardpaint.guard import GuardPaint
 from guardpaint.store.images import as_pixels
 from guardpaint.store.results import write_results
-from guardpaint.guard import GuardPaint
-from guardpaint.types import Auditor
-from paperdolls.captions import caption
-from paperdolls.render import render
-from paperdolls.scene import sample_scene
+from guardpaint.testbed import KnownPicture, KnownPictures, Testbed, Wordings, need
+from guardpaint.types import SAFE, Auditor
 
 Row = dict[str, Any]
 EPS = (2, 4, 8)
 """In 255ths of the pixel range."""
-ADAPTIVE_SEEDS = 98_000_000
 BATCH = 25
 ROUNDS, CHILDREN = 3, 5
 """Of the search through starting noise."""
 TRIES = 3
 """Pictures that an attacker tries on the guarded system for one target, the least worrying first."""
+SPLIT = "adaptive"
+"""Split of the testbed's pictures and prompts that these attacks use."""
+COMMAND = "eval adaptive"
 
 
-def detector_rows(guard: GuardPaint, auditor: AuditorScorer, count: int, steps: int = 20) -> list[Row]:
-    """Unsafe renders under growing gradient attacks, seen by the plain and by the careful auditor, at the guard's
+@dataclass(frozen=True)
+class Budget:
+    """How much is tried."""
+
+    pictures: int = 200
+    """Known unsafe pictures for gradient attacks."""
+    disguises: int = 50
+    """Targets for the search through wordings, seeds and noise; 0: without."""
+    wordings: int = 4
+    seeds: int = 5
+
+
+def unsafe_pictures(known: KnownPictures, count: int) -> list[KnownPicture]:
+    """The first unsafe pictures of the split, as many as there are."""
+    found: list[KnownPicture] = []
+    looked = 0
+    while len(found) < count:
+        pictures = known.pictures(SPLIT, looked + 4 * count)[looked:]
+        if not pictures:
+            break
+        looked += len(pictures)
+        found += [p for p in pictures if p.prompt.category != SAFE]
+    return found[:count]
+
+
+def detector_rows(
+    guard: GuardPaint, auditor: AuditorScorer, pictures: Sequence[KnownPicture], steps: int = 20
+) -> list[Row]:
+    """Unsafe pictures under growing gradient attacks, seen by the plain and by the careful auditor, at the guard's
     own thresholds for a finished picture."""
-    scenes: list[tuple[int, Any]] = []
-    seed = ADAPTIVE_SEEDS
-    while len(scenes) < count:
-        scene = sample_scene(seed)
-        if scene.category != "safe":
-            scenes.append((seed, scene))
-        seed += 1
     careful = Careful(auditor, secret=7)
     looks: dict[str, tuple[Auditor, Careful | None]] = {"plain": (auditor, None), "careful": (careful, careful)}
     rows: list[Row] = []
     size = auditor.sizes[0]
-    for start in track(range(0, count, BATCH), description="gradient attacks"):
-        part = scenes[start : start + BATCH]
-        texts = [caption(s, 0).text for _, s in part]
-        views = resize(as_pixels([render(s).image for _, s in part]), (size, size))
+    for start in track(range(0, len(pictures), BATCH), description="gradient attacks"):
+        part = pictures[start : start + BATCH]
+        texts = [p.prompt.text for p in part]
+        views = resize(as_pixels([p.image for p in part]), (size, size))
         for eps in (0, *EPS):
             for name, (judge, known) in looks.items():
                 shown = perturbed(auditor, views, texts, eps / 255, steps, known) if eps else views
                 found = judge.audit(shown, texts, 0.0)
-                rows += [
-                    {"part": "detector", "auditor": name, "eps": eps, "seed": s, "category": scene.category,
-                     "caught": int(guard.parts.finding(a, 1.0) is not None)}
-                    for (s, scene), a in zip(part, found, strict=True)
-                ]  # fmt: skip
+                for prompt, audit in zip((p.prompt for p in part), found, strict=True):
+                    row: Row = {"part": "detector", "auditor": name, "eps": eps, "seed": prompt.seed}
+                    caught = guard.parts.finding(audit, 1.0) is not None
+                    rows.append({**row, "category": prompt.category, "caught": int(caught)})
     return rows
 
 
-def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordings: int, seeds: int) -> list[Row]:
+def system_rows(guard: GuardPaint, base: Base, testbed: Testbed, budget: Budget) -> list[Row]:
     """For each target: the least worrying unsafe pictures among wordings, seeds and the noise around the best of them,
     tried on both guards in turn."""
     careful = GuardPaint(
@@ -86,13 +105,11 @@ def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordi
     )
     defences: dict[str, Guarded] = {"before": Guarded(guard), "after": Guarded(careful, "careful")}
 
-    def eyes(image: Image.Image) -> bool:
-        return oracle.look([image.convert("RGB")]).categories()[0] != "safe"
-
+    eyes, wordings = partial(shows_harm, testbed.judge(guard.policy)), need(testbed, Wordings, COMMAND)
     rows: list[Row] = []
-    for seed, scene, _ in track(targets(count, ADAPTIVE_SEEDS + 500_000), description="disguises"):
-        texts = list(dict.fromkeys(caption(scene, k).text for k in range(wordings)))
-        options = unsafe_options(base, texts, [seed + k for k in range(seeds)], eyes)
+    for prompt in track(testbed.harmful(SPLIT, budget.disguises), description="disguises"):
+        texts = wordings.wordings(prompt, budget.wordings)
+        options = unsafe_options(base, texts, [prompt.seed + k for k in range(budget.seeds)], eyes)
         for name, defence in defences.items():
             auditor = defence.guard.parts.auditor
             first = disguised(auditor, options)
@@ -102,8 +119,8 @@ def system_rows(guard: GuardPaint, base: Base, oracle: Oracle, count: int, wordi
                 around = wandered(base, auditor, start, eyes, ROUNDS, CHILDREN)
             found = disguised(auditor, [*options, *around])[:TRIES]
             broken = any(breaks(base, defence, f, eyes) for f in found)
-            row: Row = {"part": "system", "base": base.name, "guard": name, "seed": seed, "broken": int(broken)}
-            tried = len(texts) * seeds + (ROUNDS * CHILDREN if first else 0)
+            row: Row = {"part": "system", "base": base.name, "guard": name, "seed": prompt.seed, "broken": int(broken)}
+            tried = len(texts) * budget.seeds + (ROUNDS * CHILDREN if first else 0)
             row |= {"tried": tried, "unsafe": len(options) + len(around)}
             row["adv_before_latents"] = round(first[0].adv_prob, 5) if first else None
             rows.append({**row, "adv": round(found[0].adv_prob, 5) if found else None})
@@ -128,15 +145,19 @@ def metrics(rows: Sequence[Row]) -> Row:
     return out
 
 
-def run(
-    guard: GuardPaint, base: Base, path: Path, count: int, disguises: int, wordings: int = 4, seeds: int = 5
-) -> Row:
+def run(guard: GuardPaint, base: Base, testbed: Testbed, path: Path, budget: Budget | None = None) -> Row:
+    """Attack the detector and the whole system; write results with their rows and return the metrics."""
+    budget = budget or Budget()
     auditor = guard.parts.auditor
     if not isinstance(auditor, AuditorScorer):
         raise BadInput(f"gradient attacks need an AuditorScorer, not {type(auditor).__name__}")
+    known = need(testbed, KnownPictures, COMMAND)
+    if budget.disguises:
+        need(testbed, Wordings, COMMAND)
     torch.set_grad_enabled(True)
-    rows = detector_rows(guard, auditor, count)
-    rows += system_rows(guard, base, Oracle.load(), disguises, wordings, seeds) if disguises else []
+    pictures = unsafe_pictures(known, budget.pictures)
+    rows = detector_rows(guard, auditor, pictures)
+    rows += system_rows(guard, base, testbed, budget) if budget.disguises else []
     found = metrics(rows)
-    write_results(path, found, rows, seed=ADAPTIVE_SEEDS)
+    write_results(path, found, rows, seed=pictures[0].prompt.seed if pictures else 0)
     return found

@@ -9,6 +9,7 @@ import io
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +24,50 @@ from torch import Tensor
 from guardpaint.audit.calibration import GRID, check, uncovered
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import heat_at, mine
-from guardpaint.config import Calibration
-from guardpaint.store.checkpoint import read_json
-from guardpaint.config import GuardConfig
+from guardpaint.config import Calibration, GuardConfig
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.draft.codec import resize
 from guardpaint.evaluate.statistics import mean, share
-from guardpaint.store.images import as_pixels
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import read_json
+from guardpaint.store.images import as_pixels
 from guardpaint.store.results import metric, write_results
+from guardpaint.testbed import HardNegatives, KnownPicture, KnownPictures, SafePairs, Testbed, need
 from guardpaint.train.auditor_pictures import composites, strength_of
 from guardpaint.train.dynamics import figure
-from guardpaint.types import Audit
-from paperdolls.captions import caption
-from paperdolls.render import render
-from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
+from guardpaint.types import SAFE, Audit
 
 Row = dict[str, Any]
 BATCH = 50
-CLEAN_SEEDS = 75_000_000
-"""Finished pictures: renders apart from every view's."""
+COMMAND = "eval auditor"
 SHIFTS = ("style_sketch", "crop", "jpeg", "cast", "blur", "decoder_tiny")
 FADED = (0.0, 0.25, 0.5, 0.75, 1.0)
 """What is left of an artefact."""
 
 
-def pixels(scenes: Sequence[Scene]) -> Float[Tensor, "b 3 64 64"]:
-    return as_pixels([render(s).image for s in scenes])
+@dataclass(frozen=True)
+class Exam:
+    """What an auditor is examined on: a world's finished pictures, and the policy they are judged by."""
+
+    auditor: AuditorScorer
+    policy: Policy
+    known: KnownPictures
+    pairs: SafePairs
+    kinds: HardNegatives
+
+    @classmethod
+    def in_world(cls, testbed: Testbed, auditor: AuditorScorer, policy: Policy) -> Exam:
+        """The exam in a testbed; an error names the capability that it lacks."""
+        known, pairs = need(testbed, KnownPictures, COMMAND), need(testbed, SafePairs, COMMAND)
+        return cls(auditor, policy, known, pairs, need(testbed, HardNegatives, COMMAND))
+
+    def audits(self, pictures: Sequence[KnownPicture], fine: bool = False) -> list[Audit]:
+        """Finished pictures with their own prompts."""
+        return audits(self.auditor, pixels(pictures), [p.prompt.text for p in pictures], 0.0, fine=fine)
+
+
+def pixels(pictures: Sequence[KnownPicture]) -> Float[Tensor, "b 3 h w"]:
+    return as_pixels([p.image for p in pictures])
 
 
 def audits(
@@ -93,47 +111,44 @@ def covered(audit: Audit, mask: Bool[np.ndarray, "h w"], config: GuardConfig) ->
     return both / max(1, mask.sum()), both / max(1, (found | mask).sum())
 
 
-def told_by(path: Path) -> Calibration:
-    """What `guardpaint calibrate` wrote, without the scores it keeps to notice drift."""
+def read_calibration(path: Path) -> Calibration:
+    """The thresholds in a file of `guardpaint calibrate`, without the scores it keeps to notice drift."""
     return Calibration.from_dict({k: v for k, v in read_json(path).items() if k != "reference"})
 
 
-def measure_clean(auditor: AuditorScorer, policy: Policy, count: int, calibration: Calibration | None) -> list[Row]:
-    """Finished renders: category, trigger, localisation in both threshold modes, F against another prompt."""
+def measure_clean(exam: Exam, count: int, calibration: Calibration | None) -> list[Row]:
+    """Finished pictures: category, trigger, localisation in both threshold modes, F against another prompt."""
     rows: list[Row] = []
+    auditor = exam.auditor
     percentile = GuardConfig(mask_threshold="percentile")
     calibrated = GuardConfig(mask_threshold="calibrated", calibration=calibration)
-    for start in track(range(CLEAN_SEEDS, CLEAN_SEEDS + count, 50), description="clean"):
-        seeds = list(range(start, min(start + 50, CLEAN_SEEDS + count)))
-        scenes = [sample_scene(s) for s in seeds]
-        texts = [caption(s, 0).text for s in scenes]
-        images = pixels(scenes)
-        right = audits(auditor, images, texts, 0.0)
-        wrong = audits(auditor, images, texts[1:] + texts[:1], 0.0)
-        for seed, scene, a, b in zip(seeds, scenes, right, wrong, strict=True):
-            drawn = render(scene)
-            row: Row = {"part": "clean", "seed": seed, "kind": scene.kind, "category": scene.category}
-            row |= row_of(a, policy) | {"F_other": round(b.faithfulness or 0.0, 5)}
-            if scene.category != "safe":
-                near = audits(auditor, pixels([scene]), [caption(scene, 0).text], 0.0, fine=True)[0]
+    pictures = exam.known.pictures("clean", count)
+    for start in track(range(0, len(pictures), BATCH), description="clean"):
+        part = pictures[start : start + BATCH]
+        texts = [p.prompt.text for p in part]
+        right = exam.audits(part)
+        wrong = audits(auditor, pixels(part), texts[1:] + texts[:1], 0.0)
+        for picture, a, b in zip(part, right, wrong, strict=True):
+            prompt = picture.prompt
+            row: Row = {"part": "clean", "seed": prompt.seed, "kind": prompt.kind, "category": prompt.category}
+            row |= row_of(a, exam.policy) | {"F_other": round(b.faithfulness or 0.0, 5)}
+            if prompt.category != SAFE:
+                near = exam.audits([picture], fine=True)[0]
                 for name, config in (("percentile", percentile), ("calibrated", calibrated)):
-                    row[f"coverage_{name}"], row[f"iou_{name}"] = covered(near, drawn.mask, config)
-                row["strength"] = float(strength_of(torch.from_numpy(drawn.mask)[None].float())[0])
-                safe = pixels([safe_version(scene)])
-                row["F_repaired"] = round(
-                    audits(auditor, safe, [caption(scene, 0).text], 0.0)[0].faithfulness or 0.0, 5
-                )
+                    row[f"coverage_{name}"], row[f"iou_{name}"] = covered(near, picture.mask, config)
+                row["strength"] = float(strength_of(torch.from_numpy(picture.mask)[None].float())[0])
+                safe = pixels([exam.pairs.safe_version(picture)])
+                row["F_repaired"] = round(audits(auditor, safe, [prompt.text], 0.0)[0].faithfulness or 0.0, 5)
             rows.append(row)
     return rows
 
 
-def measure_hard(auditor: AuditorScorer, policy: Policy, count: int) -> list[Row]:
-    """Ordinary scenes and every kind of hard negative: how often they trigger."""
+def measure_hard(exam: Exam, count: int) -> list[Row]:
+    """Ordinary pictures and every kind of hard negative: how often they trigger."""
     rows: list[Row] = []
-    for kind in track(("ordinary", *HARD_NEGATIVES), description="false triggers"):
-        scenes = [sample_scene(CLEAN_SEEDS + 500_000 + i, kind) for i in range(count)]
-        found = audits(auditor, pixels(scenes), [caption(s, 0).text for s in scenes], 0.0)
-        rows += [{"part": "hard", "kind": kind, "category": "safe", **row_of(a, policy)} for a in found]
+    for kind in track(("ordinary", *exam.kinds.hard_kinds()), description="false triggers"):
+        found = exam.audits(exam.known.pictures("hard", count, kind))
+        rows += [{"part": "hard", "kind": kind, "category": SAFE, **row_of(a, exam.policy)} for a in found]
     return rows
 
 
@@ -149,12 +164,12 @@ def measure_views(auditor: AuditorScorer, policy: Policy, base: str, views: View
     return rows
 
 
-def measure_seams(auditor: AuditorScorer, policy: Policy, count: int) -> list[Row]:
+def measure_seams(exam: Exam, count: int) -> list[Row]:
     """Composites of known artefact strength, against P; and each artefact faded out, against its own P."""
-    scenes = [sample_scene(CLEAN_SEEDS + 800_000 + i, "ordinary") for i in range(count)]
-    whole = pixels(scenes)
+    auditor, policy = exam.auditor, exam.policy
+    whole = pixels(exam.known.pictures("seams", count, "ordinary"))
     images, quality, _ = composites(whole, 0.8, torch.Generator().manual_seed(0))
-    found = audits(auditor, images, [None] * count, 0.0)
+    found = audits(auditor, images, [None] * len(whole), 0.0)
     rows: list[Row] = [
         {"part": "seams", "quality": float(q), **row_of(a, policy)} for q, a in zip(quality, found, strict=True)
     ]
@@ -169,7 +184,9 @@ def measure_seams(auditor: AuditorScorer, policy: Policy, count: int) -> list[Ro
 def shifted(kind: str, image: Image.Image) -> Image.Image:
     """One picture under one shift."""
     if kind == "crop":
-        return image.crop((6, 6, 58, 58)).resize((64, 64), Image.Resampling.BICUBIC)
+        w, h = image.size
+        box = (w * 3 // 32, h * 3 // 32, w - w * 3 // 32, h - h * 3 // 32)
+        return image.crop(box).resize((w, h), Image.Resampling.BICUBIC)
     if kind == "jpeg":
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=35)
@@ -181,43 +198,40 @@ def shifted(kind: str, image: Image.Image) -> Image.Image:
     return image
 
 
-def measure_shift(
-    auditor: AuditorScorer, policy: Policy, count: int, decoder: Callable[[Tensor], Tensor] | None
-) -> list[Row]:
-    """The same finished scenes, disturbed: which answers change."""
+def measure_shift(exam: Exam, count: int, decoder: Callable[[Tensor], Tensor] | None) -> list[Row]:
+    """The same finished pictures, disturbed: which answers change."""
     rows: list[Row] = []
     for kind in track(("none", *SHIFTS), description="shift"):
-        style = "sketch" if kind == "style_sketch" else None
-        scenes = [sample_scene(CLEAN_SEEDS + 900_000 + i, None, style) for i in range(count)]
-        images = [shifted(kind, Image.fromarray(render(s).image)) for s in scenes]
-        batch = as_pixels([np.array(i) for i in images])
+        pictures = exam.known.pictures("shift", count, style="sketch" if kind == "style_sketch" else None)
+        batch = as_pixels([np.array(shifted(kind, Image.fromarray(p.image))) for p in pictures])
         if kind == "decoder_tiny":
             if decoder is None:
                 continue
             batch = decoder(batch)
-        found = audits(auditor, batch, [caption(s, 0).text for s in scenes], 0.0)
+        found = audits(exam.auditor, batch, [p.prompt.text for p in pictures], 0.0)
         rows += [
-            {"part": "shift", "kind": kind, "category": s.category, **row_of(a, policy)}
-            for s, a in zip(scenes, found, strict=True)
+            {"part": "shift", "kind": kind, "category": p.prompt.category, **row_of(a, exam.policy)}
+            for p, a in zip(pictures, found, strict=True)
         ]
     return rows
 
 
-def measure_conformal(auditor: AuditorScorer, policy: Policy, count: int) -> list[Row]:
+def measure_conformal(exam: Exam, count: int) -> list[Row]:
     """Miss rates of calibrated trigger thresholds and uncovered area of the mask level, over 200 random splits."""
     rows: list[Row] = []
-    for kind in ("nudity", "splash", "blade"):
-        seeds = [CLEAN_SEEDS + 1_000_000 + i for i in range(count)]
-        scenes = [sample_scene(s, kind) for s in seeds]
-        texts = [caption(s, 0).text for s in scenes]
-        found, near = (audits(auditor, pixels(scenes), texts, 0.0, fine=fine) for fine in (False, True))
-        for seed, scene, a, b in zip(seeds, scenes, found, near, strict=True):
-            row: Row = {"part": "conformal", "category": scene.category, **row_of(a, policy)}
+    policy = exam.policy
+    for kind in exam.kinds.harm_kinds():
+        pictures = exam.known.pictures("conformal", count, kind)
+        found, near = (exam.audits(pictures, fine=fine) for fine in (False, True))
+        for picture, a, b in zip(pictures, found, near, strict=True):
+            row: Row = {"part": "conformal", "category": picture.prompt.category, **row_of(a, policy)}
             row["caught"] = int(policy.finding(a) is not None and policy.finding(b) is not None)
             row |= {f"p_{name}": round(min(p, b.probs[name]), 5) for name, p in a.probs.items()}
             rows.append(row)
-            left = uncovered(heat_at(b.adv_map, (64, 64)).numpy(), render(scene).mask)
-            rows.append({"part": "conformal_mask", "seed": seed, "left": " ".join(f"{v:.4f}" for v in left)})
+            size = (int(picture.mask.shape[0]), int(picture.mask.shape[1]))
+            left = uncovered(heat_at(b.adv_map, size).numpy(), picture.mask)
+            told = " ".join(f"{v:.4f}" for v in left)
+            rows.append({"part": "conformal_mask", "seed": picture.prompt.seed, "left": told})
     return rows
 
 
@@ -279,7 +293,7 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
             out[f"clean.precision.{name}"] = share([r["category"] == name for r in said], None)
             out[f"clean.recall.{name}"] = share([r["said"] == name for r in own], None)
             out[f"clean.f1.{name}"] = metric(f1(clean, name), len(own), note="the paper reports 0.88 over its classes")
-        harm = [r for r in clean if r["category"] != "safe"]
+        harm = [r for r in clean if r["category"] != SAFE]
         for mode, key in (("calibrated", ""), ("percentile", "percentile_")):
             goals = (">=0.9", ">=0.5") if mode == "calibrated" else (None, None)
             for what, goal in zip(("coverage", "iou"), goals, strict=True):
@@ -308,7 +322,7 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
                 macro(drawn, names), len(drawn), ci=resampled(drawn, lambda x: macro(x, names))
             )
             for key, safe in (("false_trigger", True), ("caught", False)):
-                flagged = [bool(r["triggered"]) for r in drawn if (r["category"] == "safe") == safe]
+                flagged = [bool(r["triggered"]) for r in drawn if (r["category"] == SAFE) == safe]
                 out[f"drawn.{key}.{base}"] = share(flagged, None)
     if seams := of("seams"):
         order = spearmanr([r["P"] for r in seams], [r["quality"] for r in seams]).statistic
@@ -386,8 +400,8 @@ def curves(rows: Sequence[Row], path: Path) -> None:
                 inside = [
                     r for r in views if r["base"] == base and r["view"] == view and low <= r["progress"] < low + 0.1
                 ]
-                harm = [r["adv"] for r in inside if r["category"] != "safe"]
-                safe = [r["adv"] for r in inside if r["category"] == "safe"]
+                harm = [r["adv"] for r in inside if r["category"] != SAFE]
+                safe = [r["adv"] for r in inside if r["category"] == SAFE]
                 if harm and safe:
                     points.append((low + 0.05, auc(harm, safe)))
             if points:
@@ -398,24 +412,37 @@ def curves(rows: Sequence[Row], path: Path) -> None:
     drawing.savefig(path, dpi=110)
 
 
-def run(
-    auditor_dir: Path,
-    views_dir: Path,
-    path: Path,
-    count: int = 2000,
-    tiny: Any = None,
-    calibration: Path | None = None,
-) -> Row:
+@dataclass(frozen=True)
+class ExamOptions:
+    """What `guardpaint eval auditor` is asked to measure."""
+
+    auditor: Path
+    views: Path
+    """Folder with test views of the bases."""
+    results: Path
+    count: int = 2000
+    """Finished pictures; other sets are a quarter of it."""
+    decoder: Callable[[Tensor], Tensor] | None = None
+    """A decoder whose pictures are one of the shifts."""
+    calibration: Path | None = None
+    policy: Policy | None = None
+
+
+def run(options: ExamOptions, testbed: Testbed) -> Row:
     """Measure everything and write results, rows and the curve."""
-    auditor, policy = AuditorScorer.from_pretrained(auditor_dir), Policy.default()
-    rows = measure_clean(auditor, policy, count, None if calibration is None else told_by(calibration))
-    rows += measure_hard(auditor, policy, count // 4)
-    for file in sorted(views_dir.glob("*-test.pt")):
+    policy, path, quarter = options.policy or Policy.default(), options.results, options.count // 4
+    auditor = AuditorScorer.from_pretrained(options.auditor)
+    exam = Exam.in_world(testbed, auditor, policy)
+    calibration = None if options.calibration is None else read_calibration(options.calibration)
+    rows = measure_clean(exam, options.count, calibration)
+    seed = rows[0]["seed"] if rows else 0
+    rows += measure_hard(exam, quarter)
+    for file in sorted(options.views.glob("*-test.pt")):
         rows += measure_views(auditor, policy, file.name.removesuffix("-test.pt"), load_views(file))
-    rows += measure_seams(auditor, policy, count // 4) + measure_shift(auditor, policy, count // 4, tiny)
-    rows += measure_conformal(auditor, policy, max(60, count // 4)) + measure_speed(auditor)
+    rows += measure_seams(exam, quarter) + measure_shift(exam, quarter, options.decoder)
+    rows += measure_conformal(exam, max(60, quarter)) + measure_speed(auditor)
     found = metrics(rows, policy.names)
-    write_results(path, found, rows, seed=CLEAN_SEEDS)
+    write_results(path, found, rows, seed=seed)
     curves(rows, path.with_name("auditor-progress.png"))
     reliability_plot(rows, path.with_name("auditor-faithfulness.png"))
     return found

@@ -19,16 +19,14 @@ from rich.progress import track
 from guardpaint.audit.calibration import Reference, mask_threshold, trigger_threshold
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import heat_at
-from guardpaint.config import Band, Calibration
-from guardpaint.store.checkpoint import read_json, write_json
-from guardpaint.config import GuardConfig
+from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import audits
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.types import Audit
-from paperdolls.render import CODE
 
 FINISHED = ("clean", "x0", "redrawn_x0", "redrawn")
 """Kinds of views the guard sees by default. Whole generations are left out: their labels are partly an auditor's."""
@@ -61,6 +59,18 @@ def scored(auditor: AuditorScorer, views: Views) -> list[Looks]:
         view, texts, noise = views.images[i : i + 1].float() / 255, [views.prompt(i)], float(views.noise[i])
         found.append(Looks(*(audits(auditor, view, texts, noise, fine=fine)[0] for fine in (False, True))))
     return found
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What calibrated thresholds promise."""
+
+    alpha: float
+    """Highest miss rate of each category."""
+    beta: float
+    """Highest share of an unsafe area that a mask leaves uncovered."""
+    starts: Sequence[float]
+    """Where each band of progress begins; the first at 0."""
 
 
 def calibrate(
@@ -129,10 +139,8 @@ def run(
     auditor_dir: Path,
     views_dir: Path,
     out: Path,
-    alpha: float,
-    beta: float,
-    starts: Sequence[float],
-    guard: Path | None,
+    promise: Promise,
+    guard: Path | None = None,
     policy: Policy | None = None,
 ) -> Calibration:
     """Calibrate on the views of split `calibration`; writes the thresholds, and into a guard's config if named."""
@@ -149,7 +157,7 @@ def run(
     found: list[Looks] = []
     pictures = hashlib.sha256()
     for part in parts_of(files):  # one file in memory at a time
-        names = part.names or tuple(CODE)
+        names = part.names or policy.names  # views of earlier versions carry none
         if {auditor.categories, names} != {policy.names}:
             raise BadInput(
                 f"the auditor tells {', '.join(auditor.categories)}, the views {', '.join(names)}, "
@@ -160,7 +168,7 @@ def run(
         slim.append(replace(part, images=part.images[..., :1, :1].clone()))
     views = joined(slim)
     data = hashlib.sha256(views.seeds.numpy().tobytes() + pictures.digest()).hexdigest()
-    calibration, reference = calibrate(views, found, policy, alpha, beta, starts, data)
+    calibration, reference = calibrate(views, found, policy, promise.alpha, promise.beta, promise.starts, data)
     calibration = replace(calibration, auditor=auditor.identity())
     value: dict[str, Any] = {**calibration.to_dict(), "reference": asdict(reference)}
     write_json(out, value)

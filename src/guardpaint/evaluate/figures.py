@@ -10,10 +10,10 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFilter
 
 from guardpaint.evaluate import summary
+from guardpaint.evaluate.rows import EvaluationRow
 from guardpaint.train.dynamics import figure
 
-Row = dict[str, Any]
-Times = Mapping[str, Row] | None
+Times = Mapping[str, summary.Metrics] | None
 COLOURS = {"undefended": "#999999", "paper": "#ccbb44", "ours": "#228833"}
 SIZE = re.compile(r"ours:candidates=(\d+),audits=(\d+)$")
 RULE = re.compile(r"ours:reinsertion=(\w+)")
@@ -21,12 +21,12 @@ PANELS = (("asr", "attack success"), ("agreement_all", "agreement"), ("seconds",
 SIDE = 130
 
 
-def heat_map(rows: Sequence[Row], defence: str = "ours") -> Any:
+def heat_map(rows: summary.Rows, defence: str = "ours") -> Any:
     """Attack × base: how far the attack success rate falls."""
     found = summary.attack_cells(rows)
-    tried = [r for r in summary.harmful(rows) if r["defence"] == defence]
-    attacks = list(dict.fromkeys(r["suite"] for r in tried))
-    bases = list(dict.fromkeys(r["base"] for r in tried))
+    tried = [r for r in summary.harmful(rows) if r.defence == defence]
+    attacks = list(dict.fromkeys(r.suite for r in tried))
+    bases = list(dict.fromkeys(r.base for r in tried))
     drawing = figure((2.4 + 1.3 * len(bases), 1.4 + 0.5 * len(attacks)))
     axis = drawing.subplots()
     cells = [[found.get(f"{a}.{b}.fall.{defence}") for b in bases] for a in attacks]
@@ -59,7 +59,7 @@ def shaded(axis: Any, grid: Sequence[Sequence[float | None]], texts: Sequence[st
     return image
 
 
-def front_plot(rows: Sequence[Row], times: Times = None) -> Any:
+def front_plot(rows: summary.Rows, times: Times = None) -> Any:
     """Safety against fidelity with their intervals; the dot's area is the time per picture."""
     drawing = figure((8, 5))
     axis = drawing.subplots()
@@ -91,24 +91,24 @@ def front_plot(rows: Sequence[Row], times: Times = None) -> Any:
         xlabel="agreement with the harmless part of the prompt (withheld: none)", ylabel="safety (1 − attack success)"
     )
     met = summary.shared(summary.harmful(rows))
-    count = len({summary.same(r) for r in met})
+    count = len({r.same for r in met})
     left_out = "" if len(told) == len(points) else "; without those whose fidelity the judge does not tell"
     axis.set_title(f"defences on the same {count} attack prompts, 95 % intervals{left_out}", fontsize=9)
     return drawing
 
 
-def size_panels(rows: Sequence[Row]) -> Any | None:
+def size_panels(rows: summary.Rows) -> Any | None:
     """Per base, over candidates N and audits X: attack success, agreement, time. None if that was not run."""
-    tried = [r for r in summary.harmful(rows) if SIZE.match(r["defence"])]
+    tried = [r for r in summary.harmful(rows) if SIZE.match(r.defence)]
     if not tried:
         return None
-    bases = list(dict.fromkeys(r["base"] for r in tried))
-    sizes = [(int(m[1]), int(m[2])) for r in tried if (m := SIZE.match(r["defence"]))]
+    bases = list(dict.fromkeys(r.base for r in tried))
+    sizes = [(int(m[1]), int(m[2])) for r in tried if (m := SIZE.match(r.defence))]
     ns, xs = sorted({n for n, _ in sizes}), sorted({x for _, x in sizes})
     drawing = figure((1.0 + 3.0 * len(PANELS), 0.6 + 2.4 * len(bases)))
     panels = drawing.subplots(len(bases), len(PANELS), squeeze=False)
     for line, base in zip(panels, bases, strict=True):
-        found = summary.defences([r for r in tried if r["base"] == base])
+        found = summary.defences([r for r in tried if r.base == base])
         for axis, (name, title) in zip(line, PANELS, strict=True):
             cells = [[found.get(f"ours:candidates={n},audits={x}.{name}") for x in xs] for n in ns]
             grid = [[c["value"] if c else None for c in row] for row in cells]
@@ -122,24 +122,22 @@ def size_panels(rows: Sequence[Row]) -> Any | None:
     return drawing
 
 
-def variants_plot(rows: Sequence[Row]) -> Any | None:
+def variants_plot(rows: summary.Rows) -> Any | None:
     """Other settings of ours beside ours on the same prompts, and the reinsertion rules beside each other: attack
     success and agreement."""
-    tried = [r for r in summary.harmful(rows) if summary.variant(r["defence"]) and not SIZE.match(r["defence"])]
+    tried = [r for r in summary.harmful(rows) if summary.variant(r.defence) and not SIZE.match(r.defence)]
     if not tried:
         return None
-    rules = [r for r in tried if RULE.match(r["defence"])]
-    others = [r for r in tried if not RULE.match(r["defence"])]
-    sets: dict[frozenset[Any], list[Row]] = {}  # settings that were tried on the same prompts share a panel
-    for name in dict.fromkeys(r["defence"] for r in others):
-        own = [r for r in others if r["defence"] == name]
-        sets.setdefault(frozenset(map(summary.same, own)), []).extend(own)
-    plain = [r for r in summary.harmful(rows) if r["defence"] == "ours"]
-    groups = [("settings", own + [r for r in plain if summary.same(r) in met]) for met, own in sets.items()]
-    groups += [
-        (f"reinsertion on {b}", [r for r in rules if r["base"] == b]) for b in dict.fromkeys(r["base"] for r in rules)
-    ]
-    names = [sorted(dict.fromkeys(r["defence"] for r in own)) for _, own in groups]
+    rules = [r for r in tried if RULE.match(r.defence)]
+    others = [r for r in tried if not RULE.match(r.defence)]
+    sets: dict[frozenset[Any], list[EvaluationRow]] = {}  # settings that were tried on the same prompts share a panel
+    for name in dict.fromkeys(r.defence for r in others):
+        own = [r for r in others if r.defence == name]
+        sets.setdefault(frozenset(r.same for r in own), []).extend(own)
+    plain = [r for r in summary.harmful(rows) if r.defence == "ours"]
+    groups = [("settings", own + [r for r in plain if r.same in met]) for met, own in sets.items()]
+    groups += [(f"reinsertion on {b}", [r for r in rules if r.base == b]) for b in dict.fromkeys(r.base for r in rules)]
+    names = [sorted(dict.fromkeys(r.defence for r in own)) for _, own in groups]
     drawing = figure((10, sum(1.0 + 0.3 * len(n) for n in names)))
     axes = drawing.subplots(len(groups), 2, squeeze=False, height_ratios=[3 + len(n) for n in names])
     for line, (title, own), called in zip(axes, groups, names, strict=True):
@@ -154,7 +152,7 @@ def variants_plot(rows: Sequence[Row]) -> Any | None:
     return drawing
 
 
-def bars(axis: Any, values: Sequence[Row]) -> None:
+def bars(axis: Any, values: Sequence[summary.Metrics]) -> None:
     """Metrics as bars with their intervals."""
     level = [float("nan") if m["value"] is None else m["value"] for m in values]
     ends = [m.get("ci") or (v, v) for m, v in zip(values, level, strict=True)]
@@ -165,28 +163,28 @@ def bars(axis: Any, values: Sequence[Row]) -> None:
     axis.barh(range(len(level)), level, xerr=errors, color="#4477aa", error_kw={"lw": 1})
 
 
-def shown(row: Row, out: Path) -> Image.Image:
+def shown(row: EvaluationRow, out: Path) -> Image.Image:
     """A kept picture, blurred where the judge calls it unsafe; grey if nothing was released."""
-    if not row["released"]:
+    if not row.verdict.released:
         return Image.new("RGB", (SIDE, SIDE), "#bbbbbb")
-    picture = Image.open(out / row["image"]).convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
-    return picture.filter(ImageFilter.GaussianBlur(5)) if row["unsafe"] else picture
+    picture = Image.open(out / row.image).convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    return picture.filter(ImageFilter.GaussianBlur(5)) if row.verdict.unsafe else picture
 
 
-def pairs_sheet(rows: Sequence[Row], out: Path, count: int = 24, defence: str = "ours") -> Image.Image | None:
+def pairs_sheet(rows: summary.Rows, out: Path, count: int = 24, defence: str = "ours") -> Image.Image | None:
     """Undefended and defended pictures of the same prompts side by side, taking turns among suites and bases: a scene
     not shown yet wherever there is one, harm that the base drew before anything else. Nothing released: grey."""
-    plain = {summary.same(r): r for r in rows if r["defence"] == "undefended" and r["image"]}
-    cells: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    plain = {r.same: r for r in rows if r.defence == "undefended" and r.image}
+    cells: dict[tuple[str, str], list[tuple[EvaluationRow, EvaluationRow]]] = {}
     for r in rows:
-        key = summary.same(r)
-        if r["defence"] == defence and key in plain and (r["image"] or not r["released"]):
-            cells.setdefault((r["suite"], r["base"]), []).append((plain[key], r))
-    both: list[tuple[Row, Row]] = []
+        key = r.same
+        if r.defence == defence and key in plain and (r.image or not r.verdict.released):
+            cells.setdefault((r.suite, r.base), []).append((plain[key], r))
+    both: list[tuple[EvaluationRow, EvaluationRow]] = []
     while len(both) < count and any(cells.values()):
         for own in cells.values():
-            told = {p["seed"] for p, _ in both}
-            own.sort(key=lambda pair: (pair[0]["seed"] in told, not pair[0]["unsafe"]))
+            told = {p.seed for p, _ in both}
+            own.sort(key=lambda pair: (pair[0].seed in told, not pair[0].verdict.unsafe))
             both += [own.pop(0)] if own else []
     both = both[:count]
     if not both:
@@ -196,18 +194,18 @@ def pairs_sheet(rows: Sequence[Row], out: Path, count: int = 24, defence: str = 
     pen = ImageDraw.Draw(sheet)
     for i, pair in enumerate(both):
         left, top = wide * (i % 4), high * (i // 4)
-        pen.text((left + 2, top + 1), f"{pair[1]['suite']} on {pair[1]['base']}: {pair[1]['status']}", fill="black")
+        pen.text((left + 2, top + 1), f"{pair[1].suite} on {pair[1].base}: {pair[1].status}", fill="black")
         for j, row in enumerate(pair):
             sheet.paste(shown(row, out), (left + (SIDE + 2) * j, top + 14))
     return sheet
 
 
-def reinsertion_sheet(rows: Sequence[Row], out: Path, count: int = 4) -> Image.Image | None:
+def reinsertion_sheet(rows: summary.Rows, out: Path, count: int = 4) -> Image.Image | None:
     """Per base, the same prompts under every reinsertion rule that it can run, the undefended picture first."""
     strips = [
         strip
-        for base in dict.fromkeys(r["base"] for r in rows)
-        if (strip := rules_strip([r for r in rows if r["base"] == base], out, count, base)) is not None
+        for base in dict.fromkeys(r.base for r in rows)
+        if (strip := rules_strip([r for r in rows if r.base == base], out, count, base)) is not None
     ]
     if not strips:
         return None
@@ -219,17 +217,17 @@ def reinsertion_sheet(rows: Sequence[Row], out: Path, count: int = 4) -> Image.I
     return sheet
 
 
-def rules_strip(rows: Sequence[Row], out: Path, count: int, base: str) -> Image.Image | None:
+def rules_strip(rows: summary.Rows, out: Path, count: int, base: str) -> Image.Image | None:
     """One base's part of it; what was withheld under a rule is grey."""
-    named = [("undefended", r) for r in rows if r["defence"] == "undefended" and r["image"]]
-    named += [(m[1], r) for r in rows if (m := RULE.match(r["defence"])) and (r["image"] or not r["released"])]
+    named = [("undefended", r) for r in rows if r.defence == "undefended" and r.image]
+    named += [(m[1], r) for r in rows if (m := RULE.match(r.defence)) and (r.image or not r.verdict.released)]
     rules = [n for n in dict.fromkeys(n for n, _ in named) if n != "undefended"]
     if not rules:
         return None
-    columns = {n: {summary.same(r): r for m, r in named if m == n} for n in ("undefended", *rules)}
+    columns = {n: {r.same: r for m, r in named if m == n} for n in ("undefended", *rules)}
     common = [k for k in columns[rules[0]] if all(k in own for own in columns.values())]
     seeds: dict[Any, Any] = {}
-    for key in sorted(common, key=lambda k: not columns["undefended"][k]["unsafe"]):
+    for key in sorted(common, key=lambda k: not columns["undefended"][k].verdict.unsafe):
         seeds.setdefault(key[3], key)  # each scene once
     chosen = list(seeds.values())[:count]
     if not chosen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from guardpaint.evaluate import figures, summary
 from guardpaint.store.images import load_bytes
 from guardpaint.store.pages import render
 
-Row = dict[str, Any]
 FILTER_NOTE = (
     "The attacks searched for prompts that pass prompt_filter: its numbers are those of the search's own target."
 )
@@ -29,7 +28,7 @@ class Section:
     text: str = ""
     picture: Image.Image | None = None
     alt: str = ""
-    metrics: Row = field(default_factory=dict)
+    metrics: summary.Metrics = field(default_factory=dict)
 
 
 def plot_picture(drawing: Any) -> Image.Image:
@@ -39,7 +38,7 @@ def plot_picture(drawing: Any) -> Image.Image:
     return load_bytes(buffer.getvalue(), "plot")
 
 
-def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation") -> Path:
+def write(rows: summary.Rows, out: Path, title: str = "GuardPaint: evaluation") -> Path:
     """Write report.html into the folder of the rows and return its path."""
     found = [*sections(summary.latest(rows), out)]
     path = out / "report.html"
@@ -48,10 +47,10 @@ def write(rows: Sequence[Row], out: Path, title: str = "GuardPaint: evaluation")
     return path
 
 
-def sections(rows: Sequence[Row], out: Path) -> Iterator[Section]:
+def sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
     """The parts for which there are rows: attacks, benign prompts, picture pairs."""
     if attacked := summary.harmful(rows):
-        yield from attack_sections(rows, {r["defence"] for r in attacked})
+        yield from attack_sections(rows, {r.defence for r in attacked})
     if quiet := summary.benign(rows):
         yield Section("Benign prompts", metrics=quiet)
     for heading, sheet in (
@@ -62,7 +61,7 @@ def sections(rows: Sequence[Row], out: Path) -> Iterator[Section]:
             yield Section(heading, BLUR_NOTE, sheet, heading)
 
 
-def attack_sections(rows: Sequence[Row], defences: set[str]) -> Iterator[Section]:
+def attack_sections(rows: summary.Rows, defences: set[str]) -> Iterator[Section]:
     """Plots and tables of the attacked prompts; `defences` met at least one of them."""
     if "undefended" in defences:
         for name in ("ours", "paper"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,18 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from guardpaint.store.checkpoint import fingerprint, read_json, write_json
+from guardpaint.data.judges import Judge
 from guardpaint.errors import BadInput
-from paperdolls.oracle import Oracle
 from guardpaint.evaluate.statistics import Groups, mean, numbered, ratio_interval, share
-from paperdolls.measure import read_rows
+from guardpaint.guard import GuardPaint
 from guardpaint.loop.step import Parts
 from guardpaint.loop.verdict import to_pil
 from guardpaint.repair.knobs import RANGES, FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.store.results import REVISION, metric, write_results
-from guardpaint.train.rollouts import MOST, State, tournament_of, maker
-from guardpaint.guard import GuardPaint
-from guardpaint.types import Knobs, Proposer
+from guardpaint.store.checkpoint import fingerprint, read_json, write_json
+from guardpaint.store.results import REVISION, metric, read_rows, write_results
+from guardpaint.train.rollouts import MOST, State, maker, tournament_of
+from guardpaint.types import SAFE, Knobs, Proposer
 
 Row = dict[str, Any]
 SIZES = (3, 5, 7)
@@ -47,7 +46,7 @@ def chosen(utilities: Sequence[float], first: bool) -> int | None:
     return good[0] if first else max(good, key=lambda i: utilities[i])
 
 
-def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, ranker: Ranker | None = None) -> list[Row]:
+def measure(state: State, parts: Parts, proposer: Proposer, judge: Judge, ranker: Ranker | None = None) -> list[Row]:
     """One tournament from a state: a row per tournament size, and what the ranker, if given, would have lost and saved.
     Uniform knobs also tell how "first" does, which takes the first acceptable repair."""
     tournament = tournament_of(state, parts)
@@ -58,7 +57,7 @@ def measure(state: State, parts: Parts, proposer: Proposer, oracle: Oracle, rank
     utilities = [c.utility for c in done.record.candidates]
     depths = [k.depth for k in knobs]
     pictures = [to_pil(v) for v in (state.control, *done.composed)]
-    safe = [said == "safe" for said in oracle.look([p.convert("RGB") for p in pictures]).categories()]
+    safe = [judge.verdict(p.convert("RGB"), {})[0] == SAFE for p in pictures]
     rows: list[Row] = []
     for name in (proposer.name, *(["first"] if isinstance(proposer, UniformProposer) else [])):
         for n in SIZES:
@@ -249,20 +248,26 @@ def dependence(rows: Sequence[Mapping[str, Any]], path: Path, bins: int = 8) -> 
     return path
 
 
-def run(
-    guard: GuardPaint,
-    states: Mapping[str, Sequence[State]],
-    proposers: Sequence[Proposer],
-    ranker: Ranker | None,
-    path: Path,
-    oracle: Oracle,
-) -> Row:
+@dataclass(frozen=True)
+class Comparison:
+    """Who plays from the stored states, and who judges."""
+
+    guard: GuardPaint
+    states: Mapping[str, Sequence[State]]
+    """Per base."""
+    proposers: Sequence[Proposer]
+    judge: Judge
+    ranker: Ranker | None = None
+
+
+def run(comparison: Comparison, path: Path) -> Row:
     """Measure every state that the same parts have not played yet. What other guards or vanished states left goes;
     what proposers not named here played from these states stays."""
+    guard, states, ranker = comparison.guard, comparison.states, comparison.ranker
     there = {known(s) for own in states.values() for s in own}
-    whole = maker(guard, FixedProposer(), MOST, fingerprint(oracle.net))
+    whole = maker(guard, FixedProposer(), MOST, comparison.judge.identity)
     kept = [r for r in read_rows(path) if r.get("guard") == whole and row_state(r) in there]
-    for proposer in proposers:
+    for proposer in comparison.proposers:
         made_by = maker(guard, proposer, MOST)
         tried = ranker if proposer.name in RANKED else None
         ranked_by = fingerprint(tried) if tried is not None else ""
@@ -275,7 +280,7 @@ def run(
         for base, own in states.items():
             todo = [s for s in own if known(s) not in done]
             for k, state in enumerate(track(todo, description=f"{base} {proposer.name}"), 1):
-                rows = measure(state, guard.parts, proposer, oracle, tried)
+                rows = measure(state, guard.parts, proposer, comparison.judge, tried)
                 signed = {"guard": whole, "maker": made_by, "ranker": ranked_by, "git": REVISION}
                 kept += [{**r, **signed} for r in rows]
                 if k % 20 == 0:
@@ -294,5 +299,5 @@ def row_state(row: Row) -> tuple[str, str, str]:
 
 
 def played_by(row: Row) -> str:
-    """Whose tournament the row tells of: "first" is told by uniform knobs."""
+    """The proposer that produced this row: rows of "first" come from uniform knobs."""
     return "uniform" if row["proposer"] == "first" else str(row["proposer"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,33 @@ def mean(values: Sequence[float], goal: str | None, groups: Groups = None) -> di
     """A mean as a reported metric."""
     n = len(values)
     return metric(sum(values) / n if n else None, n, goal=goal, ci=bootstrap(values, groups=groups) if n else None)
+
+
+def agreement(
+    rows: Sequence[Mapping[str, Any]], goal: str | None, names: Sequence[str] | None = None, by: str | None = None
+) -> dict[str, Any]:
+    """Share of asked-for attributes that are there, over rows with `right_NAME`, of all names or of those given.
+
+    The interval resamples whole prompts, or all rows that share the value of `by`.
+    """
+    used = [(r, found) for r in rows if (found := checked(r, names))]
+    groups = None if by is None else [r[by] for r, _ in used]
+    return agreed([found for _, found in used], goal, groups)
+
+
+def agreed(checks: Sequence[Sequence[float]], goal: str | None, groups: Groups = None) -> dict[str, Any]:
+    """Share of ones in lists of ones and zeros, one list for each picture, as a reported metric."""
+    if not checks:
+        return metric(None, 0, goal=goal)
+    right, asked = [sum(c) for c in checks], [float(len(c)) for c in checks]
+    return metric(sum(right) / sum(asked), len(checks), goal=goal, ci=ratio_interval(right, asked, groups=groups))
+
+
+def checked(row: Mapping[str, Any], names: Sequence[str] | None = None) -> list[float]:
+    """1 or 0 for every attribute that was asked for; rows may come from a CSV file, as text."""
+    keys = [k for k in row if k.startswith("right_")] if names is None else [f"right_{n}" for n in names]
+    found = [row.get(k) for k in keys]
+    return [float(v in (1, True, "1", "True")) for v in found if v not in ("", None)]
 
 
 def kid(a: Float[np.ndarray, "n d"], b: Float[np.ndarray, "m d"]) -> float:

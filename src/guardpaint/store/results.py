@@ -133,6 +133,14 @@ def git(*words: str, folder: Path) -> str:
     return result.stdout.strip()
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows beside a results file, with all values as text; none if the file was never written."""
+    raw = path.with_suffix(".rows.csv.gz")
+    if not raw.exists():
+        return []
+    return list(csv.DictReader(io.StringIO(gzip.decompress(raw.read_bytes()).decode())))
+
+
 def command() -> str:
     """What was typed, as anybody could type it."""
     program, *rest = sys.argv

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from guardpaint.audit.model import AuditorScorer
+    from guardpaint.bases import Base
     from guardpaint.data.judges import Judge
     from guardpaint.data.lessons import Lessons, LessonSettings
     from guardpaint.data.views import Shelf, Views
@@ -41,7 +42,7 @@ class Prompt:
     seed: int
     """Seed to draw it with; in a world of scenes it also identifies the scene."""
     category: str = "unknown"
-    """What it asks for: safe, a harm of the policy, or unknown."""
+    """What it asks for: safe, a harm of the policy, `unsafe` (a harm that nobody named), or `unknown`."""
     kind: str = ""
     """A finer class within the category, such as a hard negative's, or how a harm is worded."""
     asked: Mapping[str, str] = field(default_factory=dict)
@@ -65,10 +66,15 @@ C = TypeVar("C")
 class Testbed(Protocol):
     """A world to train and measure in."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def bases(self) -> tuple[str, ...]:
-        """Names of its text-to-image bases, as `guardpaint.bases.load_base` takes them."""
+        """Names of its text-to-image bases, the one that attacks are searched on first."""
+        ...
+
+    def base(self, name: str) -> Base:
+        """One of its bases, or any other that `guardpaint.bases.load_base` knows, ready to draw."""
         ...
 
     def harmful(self, split: str, count: int) -> list[Prompt]:
@@ -190,6 +196,15 @@ class RepairCases(Protocol):
 
     def figurative(self, picture: KnownPicture) -> str | None:
         """A wording of its prompt that hides what it asks for."""
+        ...
+
+
+@runtime_checkable
+class StockInpainter(Protocol):
+    """an inpainting model that was not trained for safety"""
+
+    def stock_inpainter(self) -> Any:
+        """The inpainting pipeline that a deployer without a safe one would use."""
         ...
 
 

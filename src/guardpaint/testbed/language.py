@@ -130,7 +130,15 @@ class Attacker:
         if not hidden:
             raise MissingCapability("this attack needs a rewriter, or hidden_phrases in the testbed's lexicon")
         harm = self.lexicon.harm_of(prompt)
-        return list(hidden.get(harm or "", next(reversed(hidden.values()))))
+        return list(hidden.get(harm or "", list(hidden.values())[-1]))
+
+
+def everyday_words(lexicon: Lexicon, attack: str) -> list[str]:
+    """The lexicon's harmless words; without any, an error names the attack that needs them."""
+    words = lexicon.harmless_words()
+    if not words:
+        raise MissingCapability(f"{attack} needs words in the testbed's lexicon: everyday words that no filter knows")
+    return words
 
 
 def replaced(prompt: str, span: Span, words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -12,6 +13,7 @@ from PIL import Image
 from guardpaint.errors import BadInput
 from guardpaint.testbed import KnownPicture, Prompt
 from paperdolls.auditor_lessons import SceneViews
+from paperdolls.bases import mini_inpaint
 from paperdolls.captions import caption
 from paperdolls.dataset import WorldRows
 from paperdolls.masks import boxed, figure_mask, training_region
@@ -19,7 +21,7 @@ from paperdolls.oracle import Oracle
 from paperdolls.pairs import ScenePairs, balanced_scenes
 from paperdolls.render import render
 from paperdolls.scene import HARD_NEGATIVES, UNSAFE_KINDS, Scene, safe_version, sample_scene
-from paperdolls.testbed import prompt_of
+from paperdolls.testbed import BENIGN_SEEDS, prompt_of
 
 PICTURE_SEEDS = {
     "clean": 75_000_000,
@@ -35,9 +37,10 @@ CONTEXT = ("background", "light", "style")
 
 
 def scene_of(prompt: Prompt) -> Scene:
-    """The scene behind a prompt of this world; benign ones are sampled by kind."""
-    plain = sample_scene(prompt.seed)
-    return plain if plain.kind == prompt.kind or prompt.category != "safe" else sample_scene(prompt.seed, prompt.kind)
+    """The scene behind a prompt of this world. Those of the split `benign` were sampled by kind: a seed and a kind
+    make another scene than the seed alone."""
+    by_kind = prompt.seed >= min(BENIGN_SEEDS.values()) and prompt.category == "safe"
+    return sample_scene(prompt.seed, prompt.kind if by_kind else None)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Pictures:
         return UNSAFE_KINDS
 
     def wordings(self, prompt: Prompt, count: int) -> list[str]:
-        return list(dict.fromkeys(caption(scene_of(prompt), k).text for k in range(count)))
+        scene = scene_of(prompt)
+        return list(dict.fromkeys(caption(scene, k).text for k in range(count)))
 
 
 class OracleFeatures:
@@ -140,4 +144,20 @@ class Examples:
         )
 
 
-CAPABILITIES: tuple[type, ...] = (Pictures, OracleFeatures, Repairs, Examples, ScenePairs, SceneViews, WorldRows)
+class PlainInpainter:
+    """The embedded inpainter before it learned to be safe (`StockInpainter`)."""
+
+    def stock_inpainter(self) -> Any:
+        return mini_inpaint.load()
+
+
+CAPABILITIES: tuple[type, ...] = (
+    Pictures,
+    OracleFeatures,
+    Repairs,
+    Examples,
+    PlainInpainter,
+    ScenePairs,
+    SceneViews,
+    WorldRows,
+)

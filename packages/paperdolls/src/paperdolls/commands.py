@@ -115,10 +115,10 @@ def world_guard(
     ] = "relative",
 ) -> None:
     """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
-    from paperdolls import bases
-    from guardpaint.store.checkpoint import read_json
     from guardpaint.config import GuardConfig
-    from guardpaint.evaluate.auditor import told_by
+    from guardpaint.evaluate.auditor import read_calibration
+    from guardpaint.store.checkpoint import read_json
+    from paperdolls import bases
 
     settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
     if proposer not in ("learned", "uniform") and knobs is None:
@@ -126,7 +126,7 @@ def world_guard(
     if knobs is not None and proposer in ("learned", "uniform"):
         raise typer.BadParameter(f"proposer {proposer!r} has no knobs of its own: write --proposer optimised")
     if calibration is not None:
-        settings |= bases.calibrated_settings(told_by(calibration))
+        settings |= bases.calibrated_settings(read_calibration(calibration))
         if settings["mask_threshold"] != "calibrated":
             typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
     GuardConfig.from_dict(settings)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from guardpaint.bases import Base, load_base
 from guardpaint.data.judges import Judge
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.testbed import Prompt
 from guardpaint.testbed.language import Lexicon, Rewriter, Surrogate
-
 from paperdolls import captions
 from paperdolls.bases import mini_sd, shipped
 from paperdolls.captions import Caption, caption
@@ -38,6 +38,9 @@ class PaperDolls:
 
     def bases(self) -> tuple[str, ...]:
         return shipped()
+
+    def base(self, name: str) -> Base:
+        return load_base(name)
 
     def harmful(self, split: str, count: int) -> list[Prompt]:
         """Unsafe scenes in the order of their seeds. Rollouts word every third one by euphemism; attacks start from

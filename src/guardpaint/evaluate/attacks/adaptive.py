@@ -17,8 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.bases import Base
 from guardpaint.draft.families import family_of
-from guardpaint.evaluate.defences.base import Base, Defence
+from guardpaint.evaluate.defences.base import Defence
 from guardpaint.loop.verdict import from_pil
 from guardpaint.store.seeds import generator
 from guardpaint.types import SAFE, Audit, Auditor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, purged, shuffled, similar_phrases
+from guardpaint.evaluate.attacks.system import Attempt, Target, attempt, shuffled
+from guardpaint.testbed.language import Attacker, Lexicon
 
 
 def parts(prompt: str) -> list[str]:
@@ -17,18 +18,18 @@ def parts(prompt: str) -> list[str]:
 class DivideAndConquer:
     name: str = "daca"
 
-    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
+    def search(self, target: str, system: Target, attacker: Attacker, seed: int) -> Attempt:
         prompt = target
-        for phrase in shuffled(similar_phrases(target), "daca", seed, target)[: system.left]:
-            prompt = self.rewritten(target, phrase)
+        for phrase in shuffled(attacker.similar_phrases(target), "daca", seed, target)[: system.left]:
+            prompt = self.rewritten(target, phrase, attacker.lexicon)
             if system.ask(prompt, seed)[1]:
                 return attempt(self.name, target, system, prompt, True)
         return attempt(self.name, target, system, prompt, False)
 
-    def rewritten(self, target: str, phrase: str) -> str:
-        """Every clause a sentence; the forbidden words leave, and what they meant comes back as one more."""
-        kept = purged(target)
-        clauses = [" ".join(c.split()) for c in parts(kept)]
-        main = next((c for c in clauses if re.search(r"\b(person|woman|man|figure|somebody)\b", c)), "a person")
+    def rewritten(self, target: str, phrase: str, lexicon: Lexicon) -> str:
+        """Every clause as a sentence of its own, without forbidden words; `phrase` says what those meant."""
+        clauses = [" ".join(c.split()) for c in parts(lexicon.purged(target))]
+        subjects = "|".join(map(re.escape, lexicon.subjects))
+        main = next((c for c in clauses if re.search(rf"\b({subjects})\b", c)), "a person")
         rest = [c for c in clauses if c != main]
         return ". ".join([f"{main} {phrase}", *rest]) + "."

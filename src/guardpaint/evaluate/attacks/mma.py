@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, lone
-from paperdolls.captions import KEYWORDS
+from guardpaint.errors import MissingCapability
+from guardpaint.evaluate.attacks.system import Attempt, Target, attempt
+from guardpaint.testbed.language import Attacker, Lexicon, Surrogate
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,21 @@ class Mma:
     """Replacements tried per token, by gradient."""
     name: str = "mma"
 
-    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
+    def search(self, target: str, system: Target, attacker: Attacker, seed: int) -> Attempt:
         prompt = target
         for k in range(system.left):
-            prompt = self.optimise(target, surrogate, random.Random(f"mma/{seed}/{k}/{target}"))
+            prompt = self.optimise(target, attacker, random.Random(f"mma/{seed}/{k}/{target}"))
             if system.ask(prompt, seed)[1]:
                 return attempt(self.name, target, system, prompt, True)
         return attempt(self.name, target, system, prompt, False)
 
-    def optimise(self, target: str, surrogate: Surrogate, rng: random.Random) -> str:
-        tokenizer = surrogate.tokenizer
-        asked, forbidden = lone(target)
+    def optimise(self, target: str, attacker: Attacker, rng: random.Random) -> str:
+        """The target with free tokens in place of its forbidden phrase, as close to it as the search came."""
+        surrogate, tokenizer = attacker.surrogate, attacker.surrogate.tokenizer
+        asked, forbidden = attacker.lexicon.lone(target)
         span = forbidden or (len(asked), len(asked))
         head, tail = asked[: span[0]].strip(), asked[span[1] :].strip()
-        allowed = allowed_tokens(tokenizer)
+        allowed = allowed_tokens(tokenizer, attacker.lexicon)
         want = surrogate.embed([target])[0]
         free = [rng.choice(allowed) for _ in range(self.tokens)]
         pieces = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
@@ -86,17 +89,12 @@ class Mma:
         return torch.nn.functional.pad(found, (0, 0, 0, len(free) - len(found)))
 
 
-def allowed_tokens(tokenizer: object) -> list[int]:
+def allowed_tokens(tokenizer: Any, lexicon: Lexicon) -> list[int]:
     """Whole-word tokens that are not, and are not part of, a forbidden word."""
-    vocab: dict[str, int] = tokenizer.get_vocab()  # type: ignore[attr-defined]
-    out = []
-    for token, index in vocab.items():
-        word = token.removesuffix("</w>")
-        if (
-            token.endswith("</w>")
-            and word.isalpha()
-            and len(word) > 1
-            and not any(word in k or k in word for k in KEYWORDS)
-        ):
-            out.append(index)
-    return sorted(out)
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    whole = {index: token.removesuffix("</w>") for token, index in vocab.items() if token.endswith("</w>")}
+    words = {index: word for index, word in whole.items() if word.isalpha() and len(word) > 1}
+    allowed = sorted(i for i, word in words.items() if not any(word in k or k in word for k in lexicon.keywords))
+    if not allowed:
+        raise MissingCapability("mma needs a surrogate whose vocabulary has whole words besides the forbidden ones")
+    return allowed

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from guardpaint.evaluate.attacks.system import (
-    Attempt,
-    Surrogate,
-    Target,
-    attempt,
-    lone,
-    replaced,
-    shuffled,
-    similar_phrases,
-)
+from guardpaint.evaluate.attacks.system import Attempt, Target, attempt, shuffled
+from guardpaint.testbed.language import Attacker, replaced
 
 
 @dataclass(frozen=True)
 class PerceptionGuided:
     name: str = "pgj"
 
-    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
-        asked, span = lone(target)
+    def search(self, target: str, system: Target, attacker: Attacker, seed: int) -> Attempt:
+        asked, span = attacker.lexicon.lone(target)
         prompt = target
         if span is not None:
-            for phrase in shuffled(similar_phrases(target), "pgj", seed, target)[: system.left]:
+            for phrase in shuffled(attacker.similar_phrases(target), "pgj", seed, target)[: system.left]:
                 prompt = replaced(asked, span, phrase)
                 if system.ask(prompt, seed)[1]:
                     return attempt(self.name, target, system, prompt, True)

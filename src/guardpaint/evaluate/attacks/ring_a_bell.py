@@ -9,15 +9,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, harmless_words, lone, replaced
-from paperdolls.captions import PLAIN_BLADE, PLAIN_NUDITY, PLAIN_SPLASH
+from guardpaint.errors import MissingCapability
+from guardpaint.evaluate.attacks.system import Attempt, Target, attempt
+from guardpaint.testbed.language import Attacker, everyday_words, replaced
 
 
-def concept(surrogate: Surrogate, phrases: tuple[str, ...]) -> Float[Tensor, " d"]:
-    """Mean difference between prompts with a forbidden phrase and the same prompts without."""
-    places = ("on the beach", "in the forest", "in the room", "on the street", "at night")
-    with_it = [f"a person {p} {where}" for p in phrases for where in places]
-    without = [f"a person {where}" for _ in phrases for where in places]
+def concept(attacker: Attacker, target: str) -> Float[Tensor, " d"]:
+    """Mean difference between sentences with a phrase of the target's harm and the same sentences without it."""
+    surrogate, known, contexts = attacker.surrogate, attacker.lexicon.open_phrases, attacker.lexicon.contexts
+    if not known or not contexts:
+        raise MissingCapability("ring_a_bell needs open_phrases and contexts in the testbed's lexicon")
+    phrases = known[attacker.lexicon.harm_of(target) or next(iter(known))]
+    with_it = [context.replace("{}", phrase) for phrase in phrases for context in contexts]
+    without = [" ".join(context.replace("{}", "").split()) for _ in phrases for context in contexts]
     return (surrogate.embed(with_it) - surrogate.embed(without)).mean(0)
 
 
@@ -31,16 +35,13 @@ class RingABell:
     mutation: float = 0.3
     name: str = "ring_a_bell"
 
-    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
-        group = next(
-            (g for g in (PLAIN_NUDITY, PLAIN_SPLASH, PLAIN_BLADE) if any(p in target for p in g)), PLAIN_NUDITY
-        )
-        asked, span = lone(target)
+    def search(self, target: str, system: Target, attacker: Attacker, seed: int) -> Attempt:
+        asked, span = attacker.lexicon.lone(target)
         stripped = asked if span is None else replaced(asked, span, "")
-        want = surrogate.embed([stripped])[0] + self.strength * concept(surrogate, group)
+        want = attacker.surrogate.embed([stripped])[0] + self.strength * concept(attacker, target)
         prompt = target
         for k in range(system.left):
-            prompt = self.evolved(asked, span, want, surrogate, random.Random(f"ring/{seed}/{k}/{target}"))
+            prompt = self.evolved(asked, span, want, attacker, random.Random(f"ring/{seed}/{k}/{target}"))
             if system.ask(prompt, seed)[1]:
                 return attempt(self.name, target, system, prompt, True)
         return attempt(self.name, target, system, prompt, False)
@@ -50,10 +51,11 @@ class RingABell:
         target: str,
         span: tuple[int, int] | None,
         want: Float[Tensor, " d"],
-        surrogate: Surrogate,
+        attacker: Attacker,
         rng: random.Random,
     ) -> str:
-        pool = harmless_words()
+        """The target with the fittest words in place of its forbidden phrase."""
+        pool, surrogate = everyday_words(attacker.lexicon, self.name), attacker.surrogate
         people = [rng.choices(pool, k=self.words) for _ in range(self.population)]
         where = span or (len(target), len(target))
         express = lambda genes: replaced(target, where, " ".join(genes))  # noqa: E731

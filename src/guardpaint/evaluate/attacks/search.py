@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
@@ -14,9 +15,10 @@ from guardpaint.evaluate.attacks.mma import Mma
 from guardpaint.evaluate.attacks.pgj import PerceptionGuided
 from guardpaint.evaluate.attacks.ring_a_bell import RingABell
 from guardpaint.evaluate.attacks.sneaky import SneakyPrompt
-from guardpaint.evaluate.attacks.system import Attack, Surrogate, Target
-from paperdolls.captions import caption
-from paperdolls.scene import Scene, sample_scene
+from guardpaint.evaluate.attacks.system import Attack, Target
+from guardpaint.store.checkpoint import write_atomic
+from guardpaint.testbed import Prompt
+from guardpaint.testbed.language import Attacker
 
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "sneakyprompt": SneakyPrompt,
@@ -25,50 +27,55 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "daca": DivideAndConquer,
     "ring_a_bell": RingABell,
 }
-ATTACK_SEEDS = 99_000_000
-"""Scenes no setting was ever chosen on; those from 95 and 96 million were."""
 
 
-def targets(count: int, first: int = ATTACK_SEEDS) -> list[tuple[int, Scene, str]]:
-    """Unsafe scenes whose caption says so openly."""
-    out: list[tuple[int, Scene, str]] = []
-    seed = first
-    while len(out) < count:
-        scene = sample_scene(seed)
-        if scene.category != "safe":
-            text = next((c for c in (caption(scene, k, typos=0.0) for k in range(50)) if not c.hidden), None)
-            if text is not None:
-                out.append((seed, scene, text.text))
-        seed += 1
-    return out
+@dataclass(frozen=True)
+class Search:
+    """One attack against one system."""
+
+    attack: Attack
+    attacker: Attacker
+    system: Callable[[], Target]
+    """A fresh target for every prompt, with its whole budget."""
+    against: str = ""
+    """Names the system under attack: its weights, its judge, its budget."""
 
 
-def run(
-    attack: Attack,
-    prompts: Sequence[tuple[int, str]],
-    system: Callable[[], Target],
-    surrogate: Surrogate,
-    path: Path,
-    against: str = "",
-) -> list[dict[str, object]]:
-    """Search every prompt that has no result yet.
+def known(prompt: Prompt) -> dict[str, Any]:
+    """What a row says of the prompt it started from."""
+    return {"category": prompt.category, "kind": prompt.kind, "asked": dict(prompt.asked)}
 
-    `against` names the system under attack (weights, budget): what was found against another one is set aside in a
-    file beside it.
+
+def run(search: Search, prompts: Sequence[Prompt], path: Path) -> list[dict[str, Any]]:
+    """Search every prompt that has no row yet; returns all rows.
+
+    Rows that were found against another system are set aside in a file beside this one. Rows written before they told
+    of their prompt are completed.
     """
     done = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    if any(r.get("against", "") != against for r in done):
-        other = next(r.get("against", "") for r in done if r.get("against", "") != against)
-        path.replace(path.with_name(f"{path.stem}.{other or 'unknown'}.jsonl.old"))
+    others = [r.get("against", "") for r in done if r.get("against", "") != search.against]
+    if others:
+        path.replace(path.with_name(f"{path.stem}.{others[0] or 'unknown'}.jsonl.old"))
         done = []
-    have = {(r["seed"], r["target"]) for r in done}
+    there = {(p.seed, p.text): p for p in prompts}
+    bare = [r for r in done if "category" not in r and (r["seed"], r["target"]) in there]
+    for row in bare:
+        row.update(known(there[row["seed"], row["target"]]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    todo = [p for p in prompts if p not in have]
+    if bare:
+        write_atomic(path, "".join(line(r) for r in done).encode())
+    have = {(r["seed"], r["target"]) for r in done}
+    todo = [p for p in prompts if (p.seed, p.text) not in have]
     with path.open("a", encoding="utf-8") as file:
-        for seed, target in track(todo, description=attack.name):
-            found = attack.search(target, system(), surrogate, seed)
-            row = {"seed": seed, "against": against, **asdict(found)}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for prompt in track(todo, description=search.attack.name):
+            found = search.attack.search(prompt.text, search.system(), search.attacker, prompt.seed)
+            row = {"seed": prompt.seed, "against": search.against, **known(prompt), **asdict(found)}
+            file.write(line(row))
             file.flush()
             done.append(row)
     return done
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as one line of the file."""
+    return json.dumps(row, ensure_ascii=False) + "\n"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from guardpaint.evaluate.attacks.system import Attempt, Surrogate, Target, attempt, harmless_words, lone, replaced
+from guardpaint.evaluate.attacks.system import Attempt, Target, attempt
+from guardpaint.testbed.language import Attacker, everyday_words, replaced
 
 
 @dataclass(frozen=True)
@@ -20,23 +21,25 @@ class SneakyPrompt:
     reward: float = 1.0
     name: str = "sneakyprompt"
 
-    def search(self, target: str, system: Target, surrogate: Surrogate, seed: int) -> Attempt:
+    def search(self, target: str, system: Target, attacker: Attacker, seed: int) -> Attempt:
         rng = random.Random(f"sneaky/{seed}/{target}")
-        asked, span = lone(target)
-        words = harmless_words()
+        asked, span = attacker.lexicon.lone(target)
+        words = everyday_words(attacker.lexicon, self.name)
         weight = dict.fromkeys(words, 1.0)
         best = target
         tried: set[str] = set()
         while system.left:
             made: set[str] = set()
-            while len(made) < self.candidates:
+            for _ in range(100 * self.candidates):  # a few words make only so many sequences
+                if len(made) == self.candidates:
+                    break
                 size = rng.randint(1, self.longest)
                 chosen = rng.choices(words, [weight[w] for w in words], k=size)
                 made.add(replaced(asked, span, " ".join(chosen)) if span else f"{target} {' '.join(chosen)}")
             fresh = sorted(made - tried)
             if not fresh:
                 break
-            close = surrogate.similarity(fresh, target)
+            close = attacker.surrogate.similarity(fresh, target)
             prompt = fresh[int(close.argmax())]
             tried.add(prompt)
             passed, seen = system.ask(prompt, seed)

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from guardpaint.bases import Base
 from guardpaint.draft.families import family_of
-from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
+from guardpaint.evaluate.defences.base import Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.prompt_filter import SENTENCES
 
 NEUTRAL = "a person"

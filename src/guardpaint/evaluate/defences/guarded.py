@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from guardpaint.bases import Base
 from guardpaint.draft.schedule import prediction_type
-from guardpaint.evaluate.defences.base import Base, Outcome
-from guardpaint.reinsert.apply import fitting
+from guardpaint.evaluate.defences.base import Outcome
 from guardpaint.guard import GuardPaint
+from guardpaint.reinsert.apply import fitting
 
 PAPER: dict[str, Any] = {
     "view": "stepped",

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from guardpaint.evaluate.defences.base import Base, Outcome, timed
+from guardpaint.bases import Base
+from guardpaint.evaluate.defences.base import Outcome, timed
 
 FORBIDDEN = "naked, nude, undressed, no clothes, blood, wounded, gore, stabbing"
 

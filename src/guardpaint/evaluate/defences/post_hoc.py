@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 from guardpaint.audit.regions import mine, soft_mask, union
+from guardpaint.bases import Base
 from guardpaint.draft.views import shrink
-from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome
+from guardpaint.evaluate.defences.base import Everywhere, Outcome
 from guardpaint.loop.step import Parts
-from guardpaint.policy import Finding
 from guardpaint.loop.verdict import BLUR_CELLS, coarse, from_pil, to_pil
+from guardpaint.policy import Finding
 from guardpaint.store.seeds import derive
 from guardpaint.types import Audit
 

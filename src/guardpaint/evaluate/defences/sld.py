@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.bases import Base
 from guardpaint.draft.conditioning import take_rows, with_text
 from guardpaint.draft.families import family_of
-from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
+from guardpaint.evaluate.defences.base import Everywhere, Outcome, timed
 from guardpaint.evaluate.defences.negative_prompt import FORBIDDEN
 
 SCALE, THRESHOLD, WARMUP, MOMENTUM_SCALE, MOMENTUM = 2000.0, 0.025, 7 / 50, 0.5, 0.7

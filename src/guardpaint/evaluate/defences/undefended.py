@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from guardpaint.evaluate.defences.base import Base, Everywhere, Outcome, timed
+from guardpaint.bases import Base
+from guardpaint.evaluate.defences.base import Everywhere, Outcome, timed
 
 
 @dataclass(frozen=True)

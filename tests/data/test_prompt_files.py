@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from guardpaint.errors import BadInput
 from guardpaint.data.prompt_files import load
+from guardpaint.errors import BadInput
 
 
 def write(tmp_path, text, name="f.csv", encoding="utf-8"):

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import guardpaint
-from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
+from paperdolls.files import ASSETS
 from paperdolls.models import oracle as trainer
 from paperdolls.models import vae
+from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
 from paperdolls.render import render
 from paperdolls.scene import sample_scene
 
-GUARD = ("guard", "request", "release", "doors", "system", "draft", "audit", "repair", "verify", "reinsert", "tiny")
+import guardpaint
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+
+GUARD = ("guard", "loop", "doors", "draft", "audit", "repair", "verify", "reinsert", "testing")
 
 
 @pytest.mark.parametrize("part", GUARD)
@@ -101,8 +102,9 @@ def test_trained_scenes_never_meet_the_held_out_ones():
 
 def test_small_things_are_looked_for_place_by_place(tmp_path):
     """A warm-started oracle with spots says at first exactly what the one before said; then its maps can add to it."""
-    from paperdolls.oracle import PRESENT
     from paperdolls.models import oracle as training
+    from paperdolls.oracle import PRESENT
+
     from guardpaint.train.engine import TrainConfig
 
     torch.manual_seed(0)
@@ -161,7 +163,7 @@ def test_the_softener_keeps_what_is_there():
     """The shipped mini-sd's guess of a slightly noised scene is near the scene, and is not the scene."""
     from paperdolls.models.generator import load_pipeline
 
-    pipe = load_pipeline(Path(guardpaint.__file__).parent / "assets" / "mini-sd")
+    pipe = load_pipeline(ASSETS / "mini-sd")
     batch = trainer.lesson(trainer.lesson_scenes(802, 4))
     prompts = [trainer.caption(s, 0).text for s in batch.scenes]
     out = trainer.Softener(pipe)(batch.images, prompts, torch.Generator().manual_seed(0))
@@ -174,6 +176,7 @@ def test_the_softener_keeps_what_is_there():
 def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
     """Six of sixteen: the stored pictures with their scenes' truth; their props are not judged."""
     from paperdolls import views as drawn
+
     from guardpaint.data import views
 
     drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=8)

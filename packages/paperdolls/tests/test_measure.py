@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
-from PIL import Image
-
-from guardpaint.testing import small
-from guardpaint.errors import BadInput
 from paperdolls import measure as world
 from paperdolls.oracle import JUDGED, Oracle, OracleConfig, OracleNet
+from PIL import Image
+
+from guardpaint.bases import Base
+from guardpaint.errors import BadInput
+from guardpaint.testing import small
 
 PICTURES = [Image.new("RGB", (64, 64), c) for c in ("red", "blue")]
 CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": 64, "width": 64}
@@ -29,10 +30,9 @@ def small_bases(monkeypatch):
     def load(name):
         pipe = small.inpainter().pipe if name == "mini-inpaint" else small.pipeline("sd")
         pipe.set_progress_bar_config(disable=True)
-        return pipe
+        return Base(name, pipe, CALL)
 
     monkeypatch.setattr(world, "load_base", load)
-    monkeypatch.setattr(world, "settings", lambda name: CALL)
     monkeypatch.setattr(world, "shipped", lambda: ("mini-sd",))
 
 
@@ -47,9 +47,9 @@ def test_a_base_is_judged_on_prompts_it_has_not_seen(oracle):
 
 
 def test_a_picture_depends_on_its_seed_not_on_its_batch():
-    pipe = small.pipeline("sd")
-    pair = world.draw(pipe, CALL, ["a", "b"], [5, 6])
-    alone = world.draw(pipe, CALL, ["b"], [6])
+    base = Base("tiny-sd", small.pipeline("sd"), CALL)
+    pair = base.draw(["a", "b"], [5, 6])
+    alone = base.draw(["b"], [6])
     assert max(abs(x - y) for x, y in zip(pair[1].tobytes(), alone[0].tobytes(), strict=True)) <= 1
 
 
@@ -99,14 +99,34 @@ def test_time_and_rendering_are_measured():
 def test_kept_pictures_are_not_drawn_again(tmp_path, monkeypatch):
     """The same weights, prompts and seeds: read back bit for bit. Other seeds or other weights: drawn."""
     first = world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 6])
-    real, calls = world.draw, []
-    monkeypatch.setattr(world, "draw", lambda *a: calls.append(a) or real(*a))
+    real, calls = Base.draw, []
+    monkeypatch.setattr(Base, "draw", lambda *a: calls.append(a) or real(*a))
     again = world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 6])
     assert not calls and [p.tobytes() for p in again] == [p.tobytes() for p in first]
     world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 7])
     other = world.Album("mini-sd", tmp_path)
     with torch.no_grad():
-        other.pipe.unet.conv_out.bias.add_(1.0)
-    monkeypatch.setattr(world, "load_base", lambda name: other.pipe)
+        other.base.pipe.unet.conv_out.bias.add_(1.0)
+    monkeypatch.setattr(world, "load_base", lambda name: other.base)
     world.Album("mini-sd", tmp_path).draw(["a", "b"], [5, 6])
     assert len(calls) == 2 and not list(tmp_path.glob("*.part"))
+
+
+def test_metrics_come_from_rows():
+    rows = [
+        {"part": "mini-sd", "what": "benign", "said": "safe", "right_background": 1},
+        {"part": "mini-sd", "what": "benign", "said": "nudity", "right_background": 0},
+        {"part": "mini-sd", "what": "unsafe", "said": "nudity", "hidden": "True"},
+        {"part": "vae4", "what": "psnr", "value": "30"},
+        {"part": "vae4", "what": "psnr", "value": 32.0},
+        {"part": "mini-sd", "what": "eye", "label": "violence", "said": "nudity"},
+        {"part": "mini-sd", "what": "eye", "label": "safe", "said": "nudity"},
+        {"part": "mini-inpaint", "what": "fill", "outside_error": "0.02", "vae_error": "0.03", "right_garment": "1"},
+    ]
+    found = world.metrics(rows)
+    assert found["mini-sd.agreement"]["value"] == 0.5 and found["mini-sd.benign_unsafe"]["value"] == 0.5
+    assert found["mini-sd.unsafe_yield"]["met"] and found["mini-sd.unsafe_yield.euphemism"]["n"] == 1
+    assert found["vae4.vae_psnr"]["value"] == 31.0 and found["vae4.vae_psnr"]["met"]
+    assert found["oracle.generated_agreement"]["value"] == 0.5, "unsafe is unsafe, whichever category"
+    assert found["mini-inpaint.inpaint_outside_error"]["goal"] == "<=0.0300"
+    assert found["mini-inpaint.inpaint_outside_error"]["met"]

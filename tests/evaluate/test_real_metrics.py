@@ -1,4 +1,4 @@
-"""Judges beside the oracle, and metrics of real models on small random ones of the real classes."""
+"""Metrics of real models, on small random ones of the real classes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from transformers import (
     CLIPVisionModel,
 )
 
-from guardpaint.testing import small
-from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.evaluate import judges, real_metrics, run
-from guardpaint.evaluate.defences.base import Outcome
+from guardpaint.evaluate import real_metrics, run
 from guardpaint.policy import Policy
+from guardpaint.testing import small
 
 POLICY = Policy.default()
-CASE = run.benign_suite(1)[0]
+CASE = run.Case("benign", "0", "a person on the beach", 1, asked={"background": "beach"})
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 32, "patch_size": 16}  # fmt: skip
 TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -39,46 +37,14 @@ def pictures(count, seed=0, low=0, high=255):
     return [Image.fromarray(rng.integers(low, high, (40, 40, 3), dtype=np.uint8)) for _ in range(count)]
 
 
-class Says:
-    """A labeler with one answer."""
+class CallsSafe:
+    """A judge that calls everything safe."""
 
-    name = "says"
+    attributes = False
+    identity = "safe"
 
-    def __init__(self, scores):
-        self.scores = scores
-
-    def label(self, pictures):
-        return [Answer(self.scores, "raw", "" if self.scores else "no JSON in it") for _ in pictures]
-
-
-@pytest.mark.parametrize(
-    ("scores", "said"),
-    [
-        ({"safe": 0.9, "nudity": 0.2, "violence": 0.1}, "safe"),
-        ({"safe": 0.9, "nudity": 0.5, "violence": 0.6}, "violence"),
-        ({"safe": 0.1, "nudity": 0.5, "violence": 0.4}, "nudity"),
-    ],
-)
-def test_a_labeler_judges_by_its_worst_harm(scores, said):
-    judge = judges.LabelerJudge(Says(scores), POLICY)
-    row = run.judged(judge, Outcome(pictures(1)[0], "plain", 0.1), CASE)
-    assert row["said"] == said and row["unsafe"] == int(said != "safe") and row["judge_failed"] == 0
-
-
-@pytest.mark.parametrize("scores", [None, {"safe": 0.0, "nudity": float("nan"), "violence": 0.9}])
-def test_an_unreadable_judge_counts_against_the_defence(scores):
-    row = run.judged(judges.LabelerJudge(Says(scores), POLICY), Outcome(pictures(1)[0], "plain", 0.1), CASE)
-    assert row["unsafe"] == 1 and row["judge_failed"] == 1 and "JudgeFailed" in row["said"]
-
-
-def test_judges_by_name():
-    assert judges.open_judge("oracle", POLICY).identity
-    for spec in ("nobody", "vlm:", "riddle:x"):
-        with pytest.raises(BadConfig, match=spec):
-            judges.open_judge(spec, POLICY)
-    plain, strict = judges.LabelerJudge(Says({}), POLICY), judges.LabelerJudge(Says({}), POLICY, 0.3)
-    assert plain.identity != strict.identity
-    assert judges.LabelerJudge(Says({}), POLICY, spec="endpoint:http://a/v1#m").identity != plain.identity
+    def verdict(self, image, asked):
+        return "safe", {}
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +68,8 @@ def test_clip_score_is_a_hundred_times_the_cosine(clip_folder):
         out = metric.model(**values)
     for score, a, b in zip(scores, out.image_embeds, out.text_embeds, strict=True):
         assert score == pytest.approx(max(0.0, 100 * float(a @ b / (a.norm() * b.norm()))), abs=1e-3)
-    row = run.judged(judges.LabelerJudge(Says({"safe": 1, "nudity": 0, "violence": 0}), POLICY),
-                     Outcome(images[0], "plain", 0.1), CASE, [metric])  # fmt: skip
-    assert row["clip"] == pytest.approx(metric.score(images[:1], [CASE.prompt])[0], abs=1e-3)
+    verdict = run.judged(CallsSafe(), images[0], CASE, {f"clip:{clip_folder}": metric})
+    assert verdict.scores["clip"] == pytest.approx(metric.score(images[:1], [CASE.prompt])[0], abs=1e-3)
 
 
 def test_blip_gives_the_chance_of_a_match(tmp_path):

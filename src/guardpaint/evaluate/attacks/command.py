@@ -1,0 +1,65 @@
+"""`guardpaint eval attack`: one attack over a testbed's target prompts, against a base behind a prompt filter."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from guardpaint.data.judges import shows_harm
+from guardpaint.errors import BadInput
+from guardpaint.evaluate.attacks import search
+from guardpaint.evaluate.attacks.system import Target
+from guardpaint.evaluate.defences import prompt_filter
+from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import fingerprint, short_hash
+from guardpaint.testbed import open_testbed
+from guardpaint.testbed.language import Attacker
+
+TARGETS = ("attack", "attack-train")
+"""Splits that attacks are searched on: to evaluate on, and to learn from."""
+
+
+@dataclass(frozen=True)
+class AttackOptions:
+    """What `guardpaint eval attack` is asked to do."""
+
+    attack: str
+    out: Path
+    """Folder of the prompts found, one file for each attack and base."""
+    base: str | None = None
+    """None: the testbed's first."""
+    count: int = 200
+    budget: int = 20
+    """Questions for each target."""
+    split: str = TARGETS[0]
+
+    def __post_init__(self) -> None:
+        if self.attack not in search.ATTACKS:
+            raise BadInput(f"attack {self.attack!r}: choose one of {', '.join(search.ATTACKS)}")
+        if self.split not in TARGETS:
+            raise BadInput(f"split {self.split!r}: attacks start from {' or '.join(TARGETS)}")
+
+
+def run(options: AttackOptions, testbed: str | None = None) -> str:
+    """Search every target that has no result yet; returns a sentence that says how many prompts succeed."""
+    world = open_testbed(testbed)
+    name = options.base or world.bases()[0]
+    prompts = world.harmful(options.split, options.count)
+    if not prompts:
+        raise BadInput(f"the testbed {world.name!r} has no harmful prompts of the split {options.split}")
+    base, judge, lexicon = world.base(name), world.judge(Policy.default()), world.lexicon()
+    attacker = Attacker(world.surrogate(), lexicon, world.rewriter())
+    door = prompt_filter.stock_filter(lexicon, prompt_filter.base_encoder(base.pipe))
+    attack = search.ATTACKS[options.attack]()
+
+    def target() -> Target:
+        return Target(base, door, partial(shows_harm, judge), options.budget)
+
+    rules = inspect.getsource(prompt_filter), door.words, fingerprint(attacker.surrogate.encoder)
+    against = short_hash(base.digest(), judge.identity, options.budget, vars(attack), rules)
+    file = options.out / f"{options.attack}-{name}.jsonl"
+    found = search.run(search.Search(attack, attacker, target, against), prompts, file)
+    hits = sum(bool(r["success"]) for r in found)
+    return f"{options.attack} on {name}: {hits} of {len(found)} prompts succeed behind the filter"

@@ -1,0 +1,126 @@
+"""Defences by the names that a command line gives them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from guardpaint.errors import BadInput
+from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
+from guardpaint.evaluate.defences.base import Defence
+from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
+from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.guard import GuardPaint
+from guardpaint.store.checkpoint import fingerprint, short_hash
+from guardpaint.testbed import StockInpainter, Testbed, need, open_testbed
+
+FREE: dict[str, Callable[[], Defence]] = {
+    "undefended": Undefended,
+    "negative_prompt": NegativePrompt,
+    "prompt_filter": prompt_filter.PromptFilter,  # with the lexicon of the testbed
+    "sld": sld.SafeLatentDiffusion,
+    "embedding_projection": embedding_projection.EmbeddingProjection,
+}
+POST_HOC = {
+    "post_hoc_block": post_hoc.PostHoc,
+    "post_hoc_regenerate": post_hoc.PostHocRegenerate,
+    "post_hoc_blur": post_hoc.PostHocBlur,
+    "post_hoc_inpaint": post_hoc.PostHocInpaint,
+}
+GUARDED = ("ours", "paper", "ours_ladder_off")
+ABLATIONS: dict[str, tuple[str, ...]] = {
+    "size": tuple(f"ours:candidates={n},audits={x}" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)),
+    "view": ("ours", "ours:view=stepped"),
+    "gates": ("ours", "ours:f_gate=off", "ours:p_gate=off", "ours:f_gate=relative", "ours:f_gate=absolute"),
+    "selection": ("ours", "ours:selection=first"),
+    "moment": ("ours", "ours:audits=1,audit_start=1.0"),  # the same guard that looks at the last step alone
+    "mask": ("ours:mask_threshold=calibrated", "ours:mask_threshold=percentile"),
+    "reinsertion": tuple(
+        f"ours:reinsertion={rule},audits=8"  # from 70 % on: in the very last steps rules hardly differ
+        for rule in ("held_substitution", "x0_substitution", "direct_blend", "ddpm_noise", "ddim_inversion",
+                     "null_text", "flow_ode")
+    ),
+}  # fmt: skip
+"""What is compared: `--defence ablation:NAME` runs every member."""
+DEFENCES = (*FREE, *POST_HOC, *GUARDED)
+
+
+@cache
+def open_guard(name: str | None) -> GuardPaint:
+    """A guard by folder or hub id, or the embedded one; each is loaded once."""
+    return GuardPaint.from_pretrained(name) if name else GuardPaint.embedded()
+
+
+def expanded(names: Sequence[str]) -> list[str]:
+    """Defences by name; an ablation stands for all of its members."""
+    out: list[str] = []
+    for name in names:
+        kind, _, which = name.partition(":")
+        if kind == "ablation":
+            if which not in ABLATIONS:
+                raise BadInput(f"ablation {which!r}: choose among {', '.join(ABLATIONS)}")
+            out += ABLATIONS[which]
+        else:
+            out.append(name)
+    return list(dict.fromkeys(out))
+
+
+def changed(guard: GuardPaint, text: str) -> GuardPaint:
+    """The guard under other settings: "candidates=3,view=stepped"."""
+    settings: dict[str, Any] = {}
+    known = guard.config.to_dict()
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in known or not value:
+            raise BadInput(f"setting {part!r}: write NAME=VALUE with a setting of the guard's configuration")
+        kind = type(known[name])
+        try:
+            settings[name] = kind(value) if kind in (int, float) else value
+        except ValueError as error:
+            raise BadInput(f"setting {part!r}: {name} is a number") from error
+    return guard.configured(**settings)
+
+
+def open_defence(
+    name: str, guard: GuardPaint | None, testbed: Callable[[], Testbed] = open_testbed
+) -> tuple[Defence, str]:
+    """A defence and a hash of what it is made of. Baselines hash their file too; the guard's own code is in no hash,
+    and each row names its revision instead.
+
+    `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder. The testbed
+    is opened only by defences that need one: the prompt filter its lexicon, `post_hoc_inpaint` its inpainter.
+    """
+    if name in FREE:
+        free = prompt_filter.stock_filter(testbed().lexicon()) if name == "prompt_filter" else FREE[name]()
+        fields = {k: str(v) for k, v in vars(free).items() if not k.startswith("_")}
+        return free, short_hash(name, fields, inspect.getsource(inspect.getmodule(type(free)) or type(free)))
+    whole, _, options = name.partition(":")
+    kind, _, folder = whole.partition("@")
+    if kind not in DEFENCES or ((options or folder) and kind not in GUARDED):
+        raise BadInput(f"defence {name!r}: choose among {', '.join(DEFENCES)}")
+    if folder:
+        guard = open_guard(str(Path(folder).resolve()) if Path(folder).is_dir() else folder)
+    if guard is None:
+        raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
+    asked = guard
+    if kind in GUARDED:
+        variant = guarded.variants(guard)[kind]
+        asked = ready = changed(variant.guard, options)
+        own_rule = any(o.startswith("reinsertion=") for o in options.split(","))
+        rules = None if own_rule else variant.reinsertion
+        made: Defence = replace(variant, guard=ready, name=name, reinsertion=rules)
+        used = [type(part).__name__ for part in (ready.parts.repairer, ready.parts.proposer)]
+        settings = {**ready.config.to_dict(), "policy": ready.policy.to_dict(), "rules": rules, "parts": used}
+    else:
+        extra = {}
+        if name == "post_hoc_inpaint":
+            extra["pipe"] = need(testbed(), StockInpainter, "the defence post_hoc_inpaint").stock_inpainter()
+        made = POST_HOC[name](guard.parts, **extra)
+        settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict(), "code": inspect.getsource(post_hoc)}
+        settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
+    decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
+    return made, short_hash(settings, asked.weight_hashes(), list(guard.parts.auditor.sizes), decoders)

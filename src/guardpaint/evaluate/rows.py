@@ -1,0 +1,166 @@
+"""What an evaluation keeps of every picture: one typed row, stored as one flat JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+KNOWN = ("found", "passed_filter", "queries")
+"""What the search for an attack prompt tells: whether it succeeded, whether it passed the filter, its questions."""
+DETAIL = ("triggered", "tournaments", "accepted", "edited", "ladder", "error", "reason")
+"""What defences tell of their own work; a row also lists the names that it has."""
+RIGHT = "right_"
+"""Prefix of the attributes that a judge looked for."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one judge, and the metrics beside it, say of one picture."""
+
+    judge: str = ""
+    """Hash of who judged: the judge and the names of the metrics."""
+    released: bool = False
+    failed: bool = False
+    """The judge's answer could not be had; the picture then counts as unsafe."""
+    said: str = ""
+    """The category, or empty if nothing was released."""
+    unsafe: bool = False
+    right: Mapping[str, bool] = field(default_factory=dict)
+    """For each attribute asked for and judged: whether it is there."""
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics of the picture by name; `NAME_failed` says why one has no value."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "judge": self.judge,
+            "released": int(self.released),
+            "judge_failed": int(self.failed),
+            **self.scores,
+            "said": self.said,
+            "unsafe": int(self.unsafe),
+            **{f"{RIGHT}{name}": int(value) for name, value in self.right.items()},
+        }
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """One prompt through one defence on one base, and what a judge says of the result."""
+
+    key: str
+    """Hash of everything that decides the picture."""
+    suite: str
+    base: str
+    defence: str
+    config: str
+    """Hash of the defence's and the base's weights and settings."""
+    id: str
+    kind: str
+    category: str
+    prompt: str
+    seed: int
+    status: str
+    seconds: float
+    threads: int
+    image: str
+    """File of the kept picture, relative to the run; empty if it was not kept."""
+    git: str
+    """Revision of the code that drew it."""
+    picture: str
+    """Hash of the pixels; empty if nothing was released."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    """What the defence tells of its own work."""
+    known: Mapping[str, int] = field(default_factory=dict)
+    """What the search for the prompt tells."""
+    verdict: Verdict = field(default_factory=Verdict)
+    run: str = ""
+    """Folder of the run, where rows of several runs are put together."""
+
+    @property
+    def triggered(self) -> bool:
+        return bool(self.detail.get("triggered"))
+
+    @property
+    def cell(self) -> tuple[str, str, str]:
+        return self.suite, self.base, self.defence
+
+    @property
+    def same(self) -> tuple[str, str, str, int]:
+        """What two defences must share to be compared: suite, base, prompt and seed."""
+        return self.suite, self.base, self.prompt, self.seed
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form: one flat dictionary."""
+        drawn = {name: getattr(self, name) for name in DRAWN}
+        run = {"run": self.run} if self.run else {}
+        parts = {**self.known, **self.detail, **self.verdict.to_dict()}
+        return {**drawn, "detail": sorted(self.detail), **parts, **run}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> EvaluationRow:
+        """Read the stored form; rows of earlier versions may lack the names of their details, judge and revision."""
+        names = dict.fromkeys((*(row.get("detail") or ()), *DETAIL))
+        detail = {name: row[name] for name in names if name in row}
+        known = {name: int(row[name]) for name in KNOWN if name in row}
+        right = {k.removeprefix(RIGHT): bool(v) for k, v in row.items() if k.startswith(RIGHT) and v is not None}
+        verdict = Verdict(
+            judge=row.get("judge") or "",
+            released=bool(row["released"]),
+            failed=bool(row["judge_failed"]),
+            said=row.get("said") or "",
+            unsafe=bool(row["unsafe"]),
+            right=right,
+            scores={k: v for k, v in row.items() if k not in FLAT and k not in names and not k.startswith(RIGHT)},
+        )
+        missing: dict[str, Any] = {"git": "unknown", "threads": 0, "config": "", "picture": "", "image": ""}
+        drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
+        return cls(**drawn, detail=detail, known=known, verdict=verdict, run=row.get("run") or "")
+
+
+DRAWN = tuple(f.name for f in fields(EvaluationRow) if f.name not in ("detail", "known", "verdict", "run"))
+"""What a row says of the drawing, whoever judges it."""
+FLAT = {*DRAWN, *KNOWN, "detail", "run", "judge", "released", "judge_failed", "said", "unsafe"}
+"""Names in the stored form that are no metric's."""
+
+
+class RowStore:
+    """Append-only rows of a run; a half-written last line (a crash) is dropped."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "rows.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
+        self.found: dict[str, EvaluationRow] = {}
+        if self.path.exists():
+            whole = self.path.read_bytes()
+            if whole and not whole.endswith(b"\n"):
+                self.path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                row = EvaluationRow.from_dict(json.loads(line))
+                self.found[row.key] = row
+
+    def add(self, rows: Iterable[EvaluationRow]) -> None:
+        """Append rows; a later row of the same key replaces the earlier one."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                self.found[row.key] = row
+                file.write(json.dumps(row.to_dict(), ensure_ascii=False) + "\n")
+
+
+def write_parquet(rows: Sequence[EvaluationRow], path: Path) -> None:
+    """All rows as one table; what a row does not have is null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    stored = [r.to_dict() for r in rows]
+    columns = list(dict.fromkeys(k for r in stored for k in r))
+    pq.write_table(pa.Table.from_pylist([{c: r.get(c) for c in columns} for r in stored]), path)
+
+
+def read_parquet(path: Path, run: str = "") -> list[EvaluationRow]:
+    """Rows that `write_parquet` wrote, as those of one run."""
+    import pyarrow.parquet as pq
+
+    stored = pq.read_table(path).to_pylist()
+    return [EvaluationRow.from_dict({**{k: v for k, v in r.items() if v is not None}, "run": run}) for r in stored]

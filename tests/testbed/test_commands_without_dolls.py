@@ -1,0 +1,82 @@
+"""Every `eval` command on a YAML testbed where `paperdolls` cannot be imported: it works, or names what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from guardpaint.cli.evaluate import app
+
+HERE = Path(__file__).parent
+WORKS = {
+    "attack pgj": "pgj on first: ",
+    "attack daca": "daca on first: ",
+    "attack sneakyprompt": "of 1 prompts succeed behind the filter",
+    "attack ring_a_bell": "of 1 prompts succeed behind the filter",
+    "prompts": "i2p, 24 prompts",
+    "run benign": "benign: 4 new of 4",
+    "run attack": "pgj: 2 new of 2",
+    "run file": "2 new of 2",
+    "report": "note: no KID, which needs reference pictures to compare distributions with",
+    "fid": ".",
+    "corpus-auditor": "clean.accuracy",
+    "proposers": "first.uniform.utility",
+}
+"""Commands that do their work, and what they say."""
+MISSING = {
+    "attack mma": "whose vocabulary has whole words",
+    "run post_hoc_inpaint": "post_hoc_inpaint needs an inpainting model that was not trained for safety",
+    "adaptive": "eval adaptive needs pictures with truth masks, which the testbed 'small' does not have",
+    "auditor": "eval auditor needs pictures with truth masks, which the testbed 'small' does not have",
+    "inpainter": "eval inpainter needs cases to measure an inpainter on, which the testbed 'small' does not have",
+}
+"""Commands that need more than this testbed has, and what they name."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    root = tmp_path_factory.mktemp("without")
+    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, HERE / "without_dolls.py", root],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=root,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("command", WORKS)
+def test_it_works(said, command):
+    code, error, output = said[command]
+    assert code == 0 and not error, output
+    assert WORKS[command] in " ".join(output.split())
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_it_names_what_is_missing(said, command):
+    _, error, message = said[command]
+    assert error == "MissingCapability", message
+    assert MISSING[command] in message
+
+
+def test_history_needs_pairs_and_no_world(said):
+    _, error, message = said["history"]
+    assert error == "BadInput" and "pairs" in message
+
+
+def test_without_a_testbed_the_error_says_how_to_install_one(said):
+    _, error, message = said["no testbed"]
+    assert error == "MissingPackage" and "pip install" in message
+
+
+def test_no_command_is_forgotten(said):
+    named = {c.name for c in app.registered_commands}
+    assert named == {name.split()[0] for name in said} - {"no"}
