@@ -6,11 +6,16 @@ import threading
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from PIL import Image
 
 from guardpaint.config import GuardConfig
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat
+from guardpaint.data.pairs import Pair, PairStore
 from guardpaint.guard import GuardPaint
+from guardpaint.store.seeds import derive
+from guardpaint.testing import small
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 
 SIZE = {"height": 64, "width": 64}
 
@@ -43,15 +48,31 @@ def captured(guard: GuardPaint) -> list:
 
 
 def small_inpainter(path):
-    """A random inpainting pipeline of the world's own shape, saved."""
-    from paperdolls.models import recipes, vae
-    from paperdolls.models.recipe import GeneratorConfig
-    from paperdolls.tokenizer import train_tokenizer, world_captions
+    """A small random inpainting pipeline, saved."""
+    small.inpainter(1).pipe.save_pretrained(path)
 
-    words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
-    config = GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
-    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
-    recipes.build(config, len(words), 0, 4, 16, 1).eval().assemble(net, words).save_pretrained(path)
+
+def small_pairs(root, split, counts):
+    """Pairs of random patterns: unsafe ones have a square that their safe version lacks; `counts` is per category."""
+    store, made = PairStore(root), []
+    for category, count in counts.items():
+        for k in range(count):
+            key = f"{split}-{category}-{k}"
+            noise = np.random.default_rng(derive(0, key))
+            picture = noise.integers(0, 256, (8, 8, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+            mask = np.zeros((64, 64), bool)
+            y, x = noise.integers(0, 32, 2)
+            mask[y : y + 32, x : x + 32] = True
+            unsafe = np.where(
+                mask[..., None] & (category != "safe"), noise.integers(0, 256, 3, dtype=np.uint8), picture
+            )
+            names = {
+                what: store.save(key, what, Image.fromarray(pixels))
+                for what, pixels in {"source": unsafe, "target": picture, "mask": mask.astype(np.uint8) * 255}.items()
+            }
+            text = f"{category} pattern {k} of {split}"
+            made.append(Pair(key, split, category, text, text, **names, truth=None, mask_from="truth", approved=True))
+    store.append(made)
 
 
 @contextmanager

@@ -12,18 +12,18 @@ from itertools import pairwise
 import pytest
 import torch
 import yaml
-
-from guardpaint.testing import small
-from guardpaint.audit.model import AuditorScorer
 from paperdolls import views as drawn
-from guardpaint.data import views
-from guardpaint.errors import BadConfig, BadInput
-from guardpaint.train import auditor as trainer
-from guardpaint.train import auditor_pictures
-from guardpaint.train.engine import TrainConfig
 from paperdolls.captions import HIDDEN_NUDITY, caption
 from paperdolls.render import render
 from paperdolls.scene import HARD_NEGATIVES, sample_scene
+
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.data import views
+from guardpaint.errors import BadConfig, BadInput
+from guardpaint.testing import small
+from guardpaint.train import auditor as trainer
+from guardpaint.train import auditor_pictures
+from guardpaint.train.engine import TrainConfig
 
 SMALL = {"small": True, "sizes": [64, 96]}
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from paperdolls.oracle import OracleConfig
-from guardpaint.train.align import AlignConfig
-from guardpaint.train.auditor import AuditorRecipe
 from paperdolls.models.distil import DistilConfig
-from guardpaint.train.engine import load_config
-from guardpaint.train.proposer import ProposerTraining
-from guardpaint.train.ranker import RankerTraining
 from paperdolls.models.recipe import GeneratorConfig
 from paperdolls.models.tiny_decoder import TinyConfig
 from paperdolls.models.vae import VaeConfig
+from paperdolls.oracle import OracleConfig
+
+from guardpaint.train.align import AlignConfig
+from guardpaint.train.auditor import AuditorRecipe
+from guardpaint.train.engine import load_config
+from guardpaint.train.proposer import ProposerTraining
+from guardpaint.train.ranker import RankerTraining
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "train").glob("*.yaml"))
 KINDS = {"turbo": DistilConfig, "auditor": AuditorRecipe, "proposer": ProposerTraining, "ranker": RankerTraining,

@@ -1,0 +1,11 @@
+"""Shapes in signatures are checked here too."""
+
+from __future__ import annotations
+
+from jaxtyping import install_import_hook
+
+install_import_hook(["guardpaint", "paperdolls"], "typecheck.checked")
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
