@@ -140,9 +140,9 @@ def test_a_step_moves_both_classes_to_their_sides(data, method, reward):
     model = aligner(data, method=method, reward=reward, unroll_every=0, dropout=0.0).train()
     batch = replace(a_batch(data, model), t=torch.full((8,), 300))
     for _ in range(25):
-        step(model, batch, 0.02 if method == "bco" else 0.1)
+        step(model, batch, 0.002)
     (out,) = list(model(batch))
-    assert (out["h_safe"] + out["h_unsafe"]).item() > 1.02
+    assert out["h_safe"].item() > 0.6 and out["h_unsafe"].item() > 0.6
 
 
 def test_the_second_pass_comes_every_tenth_step_and_its_weights_are_halves(data):
