@@ -10,31 +10,32 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paperdolls.dataset import png, record
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 from PIL import Image, ImageFilter
 from typer.testing import CliRunner
 
-from guardpaint.cli.main import app
+from guardpaint.cli.data import app
 from guardpaint.data import card, labelling, sources, splits, store
 from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
-from paperdolls.dataset import png, record
-from paperdolls.render import render
-from paperdolls.scene import sample_scene
+from guardpaint.testbed import open_dataset
 
 POLICY = Policy.default()
 
 
 def world(limit=30, **more):
     return sources.Source(
-        "dolls", "train", format="world", prompt="caption", category_column="category", limit=limit, **more
+        "dolls", "paperdolls:train", format="testbed", prompt="caption", category_column="category", limit=limit, **more
     )
 
 
 @pytest.fixture
 def corpus(tmp_path):
     made = store.Corpus(tmp_path / "corpus")
-    sources.ingest([world()], made, quiet=True)
+    sources.ingest([world()], made, quiet=True, open_dataset=open_dataset)
     return made
 
 
@@ -59,26 +60,26 @@ class Truthful:
         return answers
 
 
-def test_ingesting_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SHARD", 10)
-    corpus = store.Corpus(tmp_path)
-    drawn = sources.world_rows
+class Breaks:
+    """The world's rows until the 25th, at which somebody presses a key."""
 
-    def breaks(source, skip):
-        for i, row in enumerate(drawn(source, skip)):
+    def rows(self, split, skip=0):
+        for i, row in enumerate(open_dataset("paperdolls").rows(split, skip)):
             if skip + i == 25:
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr(sources, "world_rows", breaks)
+
+def test_ingesting_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SHARD", 10)
+    corpus = store.Corpus(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        sources.ingest([world(40)], corpus, quiet=True)
+        sources.ingest([world(40)], corpus, quiet=True, open_dataset=lambda name: Breaks())
     assert corpus.state()["dolls"]["read"] == 20
-    monkeypatch.setattr(sources, "world_rows", drawn)
-    state = sources.ingest([world(40)], corpus, quiet=True)
+    state = sources.ingest([world(40)], corpus, quiet=True, open_dataset=open_dataset)
     assert state["dolls"] == {"read": 40, "kept": 40, "repeated": 0, "broken": 0}
     straight = store.Corpus(tmp_path / "straight")
-    sources.ingest([world(40)], straight, quiet=True)
+    sources.ingest([world(40)], straight, quiet=True, open_dataset=open_dataset)
     assert [e.key for e in corpus] == [e.key for e in straight]
 
 
@@ -134,13 +135,16 @@ def test_broken_and_repeated_images_are_counted_not_kept(tmp_path):
         ({"name": "a b/c"}, "letters, digits"),
         ({"format": "parquet", "path": "nowhere.parquet"}, "does not exist"),
         ({"image": "picture"}, "no column 'picture'"),
+        ({"path": "paperdolls:all"}, "split 'all'"),
+        ({"path": "elsewhere:train"}, "testbed 'elsewhere'"),
+        ({"path": "train"}, "NAME:SPLIT"),
     ],
 )
 def test_bad_sources_are_named(change, message, tmp_path):
-    base = {"name": "s", "path": "train", "format": "world", "limit": 2}
+    base = {"name": "s", "path": "paperdolls:train", "format": "testbed", "limit": 2}
     with pytest.raises((BadConfig, BadInput), match=message):
         source = sources.Source(**{**base, **change})
-        rows = sources.stream(source) if change.get("image") is None else iter([{"image": b""}])
+        rows = sources.stream(source, open_dataset=open_dataset)
         sources.take(next(iter(rows)), source, [], set(), {"read": 0})
 
 
@@ -180,9 +184,9 @@ def test_labelling_resumes_and_survives_a_picture_that_breaks_the_labeler(corpus
 
 def test_captions_fill_gaps_only(tmp_path):
     corpus = store.Corpus(tmp_path)
-    silent = sources.Source("silent", "train", format="world", limit=3)
-    spoken = sources.Source("spoken", "test", format="world", prompt="caption", limit=2)
-    sources.ingest([silent, spoken], corpus, quiet=True)
+    silent = sources.Source("silent", "paperdolls:train", format="testbed", limit=3)
+    spoken = sources.Source("spoken", "paperdolls:test", format="testbed", prompt="caption", limit=2)
+    sources.ingest([silent, spoken], corpus, quiet=True, open_dataset=open_dataset)
 
     class Captioner:
         def caption(self, pictures):
@@ -318,25 +322,33 @@ def test_from_the_world_to_a_dataset_card(tmp_path, monkeypatch):
         "sources: [{name: dolls, format: world, path: train, prompt: caption, category_column: category}]"
     )
     folder = tmp_path / "c"
-    result = run(app, ["data", "ingest", str(manifest), "--out", str(folder), "--limit", "60"])
+    result = run(app, ["ingest", str(manifest), "--out", str(folder), "--limit", "60"])
     assert result.exit_code == 0 and "60 kept" in result.output
     corpus = store.Corpus(folder)
     from guardpaint.data import labelers
 
     monkeypatch.setattr(labelers, "open_labeler", lambda spec, asking: Truthful(corpus))
-    result = run(app, ["data", "label", str(folder), "--labeler", "endpoint:http://x#m"])
+    result = run(app, ["label", str(folder), "--labeler", "endpoint:http://x#m"])
     assert result.exit_code == 0 and "60 answers, 0 unreadable" in result.output
     labels = re.search(r"labels-\S+\.jsonl", result.output).group()
     reference = tmp_path / "r.csv"
     reference.write_text("key,label,case\n" + "".join(f"{e.key},{e.nominal},plain\n" for e in corpus))
-    result = run(app, ["data", "calibrate", str(folder), "--labels", labels, "--reference", str(reference)])
+    result = run(app, ["calibrate", str(folder), "--labels", labels, "--reference", str(reference)])
     assert result.exit_code == 0 and "dead zone ±0.1" in result.output
-    result = run(app, ["data", "compare", str(folder), "--labels", labels, "--reference", str(reference)])
+    result = run(app, ["compare", str(folder), "--labels", labels, "--reference", str(reference)])
     assert result.exit_code == 0 and "| 0.00 | 0.00 |" in result.output
-    result = run(app, ["data", "build", str(folder), "--labels", labels])
+    result = run(app, ["build", str(folder), "--labels", labels])
     assert result.exit_code == 0, result.output
     rows = corpus.lines(card.SPLITS)
     truth = {e.key: e.nominal for e in corpus}
     assert len(rows) == 60 and all(r["label"] == truth[r["key"]] for r in rows)
     text = (folder / "README.md").read_text()
     assert "| train |" in text and "scores.png" in text and (folder / "sheet-safe.png").exists()
+
+
+def test_a_testbed_is_only_opened_for_who_can(tmp_path):
+    with pytest.raises(BadInput, match="testbeds cannot be opened here"):
+        sources.ingest([world(2)], store.Corpus(tmp_path), quiet=True)
+    old = sources.Source("s", "train", format="world")
+    rows = [next(sources.stream(s, open_dataset=open_dataset)) for s in (old, world())]
+    assert rows[0] == rows[1], "`world` is the default testbed"

@@ -10,17 +10,18 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from guardpaint.testing import small
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.cli.main import app
 from guardpaint.data import card, corpus_views, sources, store, views
 from guardpaint.data.labelling import Thresholds
-from guardpaint.data.views import Shelf, joined, load_views
-from guardpaint.testing.doubles import constant_audit
-from guardpaint.errors import BadConfig, BadInput
+from guardpaint.data.views import Labelled, Shelf, ViewedBase, joined, load_views
+from guardpaint.errors import BadInput
 from guardpaint.evaluate import calibrate, corpus_auditor
 from guardpaint.evaluate.calibrate import Looks
 from guardpaint.policy import Policy
+from guardpaint.testbed import open_dataset
+from guardpaint.testing import small
+from guardpaint.testing.doubles import constant_audit
 from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
 
@@ -33,8 +34,10 @@ LABELS = "labels-true.jsonl"
 def corpus(tmp_path_factory):
     """A hundred paper dolls as if they were photographs: labelled, split; their scenes are not known to anyone."""
     made = store.Corpus(tmp_path_factory.mktemp("corpus"))
-    source = sources.Source("dolls", "train", format="world", prompt="caption", category_column="category", limit=100)
-    sources.ingest([source], made, quiet=True)
+    source = sources.Source(
+        "dolls", "paperdolls:train", format="testbed", prompt="caption", category_column="category", limit=100
+    )
+    sources.ingest([source], made, quiet=True, open_dataset=open_dataset)
     made.append(LABELS, [{"key": e.key, "scores": dict.fromkeys(POLICY.names, 0.1) | {e.nominal: 0.8}} for e in made])
     card.build(made, LABELS, Thresholds({"nudity": 0.5, "violence": 0.5}, 0.1), quiet=True)
     return made
@@ -43,8 +46,9 @@ def corpus(tmp_path_factory):
 def make(corpus, out, split, family="sd", name=None, steps=4, **more):
     pipe = small.pipeline(family)
     call = corpus_views.settings(pipe, {}, SIZE, steps)
-    told = {"pixels": 96, "origin": family, "quiet": True, **more}
-    return corpus_views.make(corpus, pipe, name or f"tiny_{family}", out, split, POLICY, call, **told)
+    settings = {"pixels": 96, "origin": family, **more}
+    plan = corpus_views.ViewPlan(ViewedBase(pipe, call), name or f"tiny_{family}", **settings)
+    return corpus_views.make(corpus, plan, out, split, POLICY, quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +170,11 @@ def test_a_shelf_hands_out_rows_in_the_order_asked_for(corpus, tmp_path, monkeyp
 def test_pictures_whose_harm_is_nowhere_are_not_located(folder):
     """Unsafe rows are not located; safe ones are: nothing in them is unsafe."""
     config = TrainConfig(steps=1, batch_size=16, learning_rate=0.1, seed=3)
-    shown = trainer.find_views(folder, "train")
-    batch = trainer.Sampler(shown, trainer.AuditorRecipe(), small.auditor(), config).batch(3)
+    shown, recipe = trainer.find_views(folder, "train"), trainer.AuditorRecipe()
+    batch = trainer.Sampler(trainer.open_lessons(shown, recipe), recipe, small.auditor(), config).batch(3)
     safe = batch.targets.category == 0
     assert torch.equal(batch.targets.located, safe.float()) and safe.sum() == 8
     assert (batch.targets.strength[~safe] == 0.8).all() and (batch.targets.strength[safe] == 0).all()
-    with pytest.raises(BadConfig, match="cannot be mixed"):
-        trainer.Sampler(shown, trainer.AuditorRecipe(fresh=0.5), small.auditor(), config)
 
 
 def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path):
@@ -182,7 +184,18 @@ def test_from_a_corpus_to_an_auditor_and_its_thresholds(corpus, folder, tmp_path
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"model": model, "train": train}))
     said = CliRunner().invoke(
-        app, ["train", "auditor", "--config", str(config), "--views", str(folder), "--out", str(tmp_path / "run")]
+        app,
+        [
+            "train",
+            "stage",
+            "auditor",
+            "--config",
+            str(config),
+            "--set",
+            f"views={folder}",
+            "--out",
+            str(tmp_path / "run"),
+        ],
     )
     assert said.exit_code == 0, said.output
     auditor = tmp_path / "run" / "model"
@@ -260,6 +273,14 @@ def test_views_by_command(corpus, tmp_path):
     assert "'num_inference_steps': 3" in said.output
 
 
+def of_a_world(count):
+    """Black pictures, as if a testbed had drawn them."""
+    category = torch.arange(count) % 3
+    nothing, mask = torch.zeros(count, 3, 64, 64), torch.zeros(count, 64, 64, dtype=torch.bool)
+    scenes = Labelled(nothing, mask, category, list(range(count)), ["x"] * count, POLICY.names, "paperdolls")
+    return scenes.views(nothing, "clean")
+
+
 def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
     with pytest.raises(BadInput, match="not split yet"):
         corpus_views.members(store.Corpus(tmp_path), "train", POLICY)
@@ -272,19 +293,19 @@ def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
             {"model": {"shape": {"small": True}}, "train": {"steps": 1, "batch_size": 4, "learning_rate": 0.1}}
         )
     )
-    with pytest.raises(BadInput, match="name the policy the corpus was labelled by"):
+    with pytest.raises(BadInput, match="name the policy the views were labelled by"):
         trainer.run(config, folder, tmp_path / "run", None, quiet=True, policy=other)
     swapped = replace(POLICY, categories=(POLICY.categories[0], *POLICY.categories[:0:-1]))
     dolls = tmp_path / "dolls"
     dolls.mkdir()
     for split in ("train", "validation"):
-        views.store([views.clean(small.vae(4), list(range(40)))], dolls / f"small-{split}.pt")
+        views.store([of_a_world(40)], dolls / f"small-{split}.pt")
     with pytest.raises(BadInput, match="safe, nudity, violence, the auditor safe, violence, nudity"):
         trainer.run(config, dolls, tmp_path / "run", None, quiet=True, policy=swapped)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     for path in folder.glob("*-train.pt"):
         (mixed / path.name).write_bytes(path.read_bytes())
-    views.store([views.clean(small.vae(4), list(range(8)))], mixed / "dolls-train.pt")
+    views.store([of_a_world(8)], mixed / "dolls-train.pt")
     with pytest.raises(BadInput, match="folders apart"):
         trainer.find_views(mixed, "train")

@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guardpaint.testing import small
-from paperdolls.bases import NAMES
-from paperdolls import views as drawn
-from guardpaint.data import views
+from guardpaint.data import corpus_views, views
+from guardpaint.data.views import Labelled, ViewedBase
 from guardpaint.draft import schedule
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadInput
-from paperdolls.captions import caption
-from paperdolls.render import CODE
-from paperdolls.scene import safe_version, sample_scene
+from guardpaint.testing import small
 
+NAMES = ("safe", "nudity", "violence")
 CALL = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 64, "width": 64}
-SEEDS = list(range(900, 906))
 
 
 def recorded(pipe, call, prompts):
@@ -62,68 +58,56 @@ def test_a_replay_scales_latents_as_euler_schedulers_do(family):
         torch.testing.assert_close(again, x0, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("family", small.BASES)
-def test_views_have_the_scenes_truth(family):
-    pipe = small.pipeline(family)
-    with torch.no_grad():
-        made = views.renoised(pipe, CALL, small.tiny_decoder(small.LATENT_CHANNELS[family]), SEEDS)
-    assert len(made) == 12 and made.images.shape == (12, 3, 64, 64)
-    assert made.kind.tolist() == [1] * 6 + [2] * 6 and set(made.decoder.tolist()) <= {0, 1}
-    for i in range(12):
-        scene = sample_scene(int(made.seeds[i]))
-        assert (made.category[i] == 0) == (scene.category == "safe")
-        assert bool(made.masks[i].any()) == (scene.category != "safe")
-        assert made.prompt(i) == caption(scene, 0).text
-    assert (made.noise[6:] <= made.noise[:6] + 1e-6).all(), "a step lowers the noise"
+def labelled(count=6, world="", names=NAMES):
+    """Noise, as if somebody had labelled it."""
+    g = torch.Generator().manual_seed(0)
+    category = torch.arange(count) % len(names)
+    return Labelled(
+        images=torch.rand(count, 3, 64, 64, generator=g),
+        masks=torch.zeros(count, 1, 1, dtype=torch.bool),
+        category=category,
+        seeds=list(range(count)),
+        prompts=[f"picture {i} of {names[int(c)]}" for i, c in enumerate(category)],
+        names=names,
+        world=world,
+    )
 
 
 @pytest.mark.parametrize("family", small.BASES)
-def test_trajectories_are_whole_generations(family):
-    pipe = small.pipeline(family)
-    plain = pipe(["x"], generator=[torch.Generator().manual_seed(900)], output_type="pt", **CALL).images
-
-    asked = torch.tensor([CODE[sample_scene(s).category] for s in SEEDS])
-
-    def judge(images):
-        assert images.shape == (6, 3, 64, 64)
-        return asked, torch.ones(6, 64, 64, dtype=torch.bool), torch.zeros(6)
-
+def test_views_keep_labels_and_prompts(family):
+    batch = labelled()
+    base = ViewedBase(small.pipeline(family), CALL, small.tiny_decoder(small.LATENT_CHANNELS[family]))
     with torch.no_grad():
-        made = drawn.trajectory(pipe, CALL, None, SEEDS, judge)
-    sure = [CODE[s.category] for s in map(sample_scene, SEEDS) if s.kind != "blade"]
-    n = len(sure)
-    assert made.category.tolist() == sure * 3 and made.kind.tolist() == [3] * n + [4] * n + [7] * n
-    assert torch.equal(made.masks.flatten(1).any(1), made.category != 0)
-    assert (made.progress[2 * n :] == 1).all() and (made.noise[2 * n :] == 0).all()
-    after = pipe(["x"], generator=[torch.Generator().manual_seed(900)], output_type="pt", **CALL).images
-    assert torch.equal(plain, after), "the pipeline is left as it was"
-
-
-@pytest.mark.parametrize("family", small.BASES)
-def test_views_are_filed_under_the_progress_a_guard_counts(family):
-    """The view of step k of n is seen when k + 1 steps are done, at a level the pipeline really walks through."""
-    pipe = small.pipeline(family)
-    walked = {round(level.noise, 5) for _, level, _ in recorded(pipe, CALL, ["x"])}
-    with torch.no_grad():
-        made = views.renoised(pipe, CALL, None, SEEDS)
+        made = views.renoised_pictures(base, batch)
+    assert made.texts == (*batch.prompts, *batch.prompts) and made.names == NAMES and not made.world
+    assert made.kind.tolist() == [1] * 6 + [2] * 6 and made.seeds.tolist() == batch.seeds * 2
+    assert torch.equal(made.category, batch.category.repeat(2)) and set(made.decoder.tolist()) <= {0, 1}
     done = made.progress * CALL["num_inference_steps"]
-    assert torch.equal(done, done.round()) and done.min() >= 1 and torch.equal(done[:6], done[6:])
-    assert {round(n, 5) for n in made.noise[:6].tolist()} <= walked
-    assert (made.noise[6:][done[6:] == CALL["num_inference_steps"]] == 0).all(), "after the last step nothing is left"
-    order = made.noise[:6][made.progress[:6].argsort()]
-    assert (order.diff() <= 1e-6).all()
+    assert torch.equal(done, done.round()) and done.min() >= 1 and (made.noise[6:] <= made.noise[:6] + 1e-6).all()
 
 
-def test_clean_views_are_finished_pictures():
-    made = views.clean(small.vae(4), SEEDS)
-    assert (made.noise == 0).all() and (made.progress == 1).all()
+def test_finished_views_are_the_pictures_or_their_round_trip():
+    """Plain rows are the pictures themselves, to the rounding of bytes; the others went through the autoencoder."""
+    batch, plain = labelled(), torch.arange(6) < 3
+    made = views.clean_pictures(small.vae(4), batch, plain, torch.device("cpu"))
+    same = (made.images.float() / 255 - batch.images).abs().amax((1, 2, 3)) < 0.003
+    assert torch.equal(same, plain) and (made.noise == 0).all() and (made.progress == 1).all()
+    some = views.clean_pictures(small.vae(4), batch.rows([4, 1]), plain[:2], torch.device("cpu"))
+    assert some.seeds.tolist() == [4, 1] and some.texts == (batch.prompts[4], batch.prompts[1])
+
+
+def finished(**more):
+    batch = labelled(**more)
+    return batch.views(batch.images, "clean")
 
 
 def test_sets_are_kept_and_joined(tmp_path):
-    one, two = views.clean(small.vae(4), SEEDS[:2]), views.clean(small.vae(4), SEEDS[2:])
+    one, two = finished().rows(torch.arange(2)), finished().rows(torch.arange(2, 6))
     whole = views.store([one, two], tmp_path / "a.pt")
-    back = views.load_views(tmp_path / "a.pt")
-    assert len(back) == 6 and torch.equal(back.images, whole.images)
+    for on_disk in (False, True):
+        back = views.load_views(tmp_path / "a.pt", on_disk)
+        assert len(back) == 6 and torch.equal(back.images, whole.images) and back.texts == finished().texts
+        assert back.names == NAMES and back.world == "" and back.strength is None
     with pytest.raises(BadInput, match="make them with"):
         views.load_views(tmp_path / "b.pt")
     (tmp_path / "c.pt").write_bytes(b"x")
@@ -131,80 +115,21 @@ def test_sets_are_kept_and_joined(tmp_path):
         views.load_views(tmp_path / "c.pt")
 
 
-def test_an_auditor_labels_trajectories():
-    category, masks, harm = drawn.audited(small.auditor())(torch.rand(3, 3, 64, 64))
-    assert category.shape == harm.shape == (3,) and masks.shape == (3, 64, 64)
-    assert ((harm >= 0) & (harm <= 1)).all()
-    assert not masks[category == 0].any()
+def test_a_world_is_remembered_and_never_mixed_with_others(tmp_path):
+    """Views of a testbed, of a corpus, and of other categories stay apart."""
+    views.store([finished(world="somewhere")], tmp_path / "w.pt")
+    assert views.load_views(tmp_path / "w.pt").rows(torch.tensor([1])).world == "somewhere"
+    for other in (finished(), finished(world="elsewhere"), finished(world="somewhere", names=("safe", "other"))):
+        with pytest.raises(BadInput, match="cannot be mixed"):
+            views.joined([finished(world="somewhere"), other])
 
 
-def test_a_decoder_of_another_latent_space_is_named(tmp_path):
-    with pytest.raises(BadInput, match="mini-flux has latents of 4 channels, the tiny decoder of 16"):
-        drawn.make_views("mini-flux", small.tiny_decoder(16), tmp_path, "test", 4)
-
-
-def test_a_picture_is_labelled_where_prompt_and_judge_agree():
-    """Asked safe: safe, unless the judge is sure of harm. Asked for harm: only what the judge sees too."""
-    asked, said = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([1, 1, 1, 0, 1])
-    harm = torch.tensor([0.5, 0.99, 0.9, 0.1, 0.9])
-    where = torch.ones(5, 2, 2, dtype=torch.bool)
-    category, masks, known = drawn.labels(asked, said, where, harm)
-    assert known.tolist() == [True, False, True, False, False]
-    where[2] = False
-    assert drawn.labels(asked, said, where, harm)[2].tolist() == [True, False, False, False, False], "seen nowhere"
-    assert torch.equal(category, asked) and masks.flatten(1).any(1).tolist() == [False, False, True, True, True]
-
-
-@pytest.mark.parametrize("family", small.BASES)
-def test_redrawn_scenes_end_finished_and_keep_their_truth(family):
-    pipe = small.pipeline(family)
-    seeds = list(range(900, 912))
-    with torch.no_grad():
-        made = drawn.redrawn(pipe, {**CALL, "num_inference_steps": 6}, None, seeds)
-    end = made.rows(torch.nonzero(made.kind == views.KINDS.index("redrawn"))[:, 0])
-    late = made.rows(torch.nonzero(made.kind == views.KINDS.index("redrawn_x0"))[:, 0])
-    assert len(end) + len(late) == len(made) and torch.equal(end.seeds, late.seeds)
-    assert (end.noise == 0).all() and (end.progress == 1).all() and torch.allclose(late.progress, torch.tensor(5 / 6))
-    for i in range(len(end)):
-        scene = sample_scene(int(end.seeds[i]))
-        assert int(end.category[i]) == CODE[scene.category] and bool(end.masks[i].any()) == (scene.category != "safe")
-    safe = {s for s in seeds if sample_scene(s).category == "safe"}
-    assert safe <= set(end.seeds.tolist()), "only harm that was lost is left out"
-
-
-def test_harm_that_a_base_lost_is_not_there():
-    """The render shows it, its safe version does not; what is safe has nothing to lose."""
-    scenes = [sample_scene(7, kind) for kind in ("blade", "nudity", "splash", "ordinary")]
-    drawn_as = views.scene_truth(scenes)[0]
-    repaired = views.scene_truth([safe_version(s) for s in scenes])[0]
-    assert drawn.still_there(drawn_as, scenes).tolist() == [True] * 4
-    assert drawn.still_there(repaired, scenes).tolist() == [False, False, False, True]
-
-
-def test_a_render_drawn_on_by_a_trained_base_still_shows_the_scene():
-    """Half noised and drawn on by mini-sd, a scene is nearer to its own render than to any other's."""
-    from paperdolls.bases import load_base, settings
-
-    seeds = list(range(910, 918))
-    with torch.no_grad():
-        made = drawn.redrawn(load_base("mini-sd"), settings("mini-sd"), None, seeds)
-    end = made.rows(torch.nonzero(made.kind == views.KINDS.index("redrawn"))[:, 0])
-    renders = views.scene_truth([sample_scene(int(s)) for s in end.seeds])[0]
-    gaps = (end.images[:, None].float() / 255 - renders[None]).square().flatten(2).mean(2)
-    assert torch.equal(gaps.argmin(1), torch.arange(len(end)))
-
-
-def test_a_set_of_views_goes_on_where_it_stopped(tmp_path):
-    """Counts are rounded up to whole batches, so that nothing is skipped and nothing is made twice."""
-    path = drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 6, 3, batch=4)
-    one = views.load_views(path)
-    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 10, 8, batch=4)
-    two = views.load_views(path)
-    assert torch.equal(two.images[: len(one)], one.images)
-    first = drawn.VIEW_SEEDS["oracle"] + 50_000 * NAMES.index("mini-sd3-turbo")
-    assert two.seeds[two.kind == 1].tolist() == list(range(first, first + 12))
-    assert set(two.seeds[two.kind == 6].tolist()) <= set(range(first + 30_000, first + 30_008))
-    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 10, 8, batch=4)
-    assert len(views.load_views(path)) == len(two)
-    with pytest.raises(BadInput, match="give --count, --redrawn or --trajectories"):
-        drawn.make_views("mini-sd", None, tmp_path, "oracle", 0)
+def test_only_a_corpus_is_checked_for_pictures_in_two_splits(tmp_path):
+    """Equal seeds are the same picture in a corpus; a testbed's splits have seeds of their own."""
+    for split in ("train", "test"):
+        views.store([finished(world="somewhere")], tmp_path / f"a-{split}.pt")
+    corpus_views.kept_apart(tmp_path)
+    for split in ("train", "test"):
+        views.store([finished()], tmp_path / f"a-{split}.pt")
+    with pytest.raises(BadInput, match="also in split test"):
+        corpus_views.kept_apart(tmp_path)

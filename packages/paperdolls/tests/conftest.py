@@ -1,4 +1,4 @@
-"""Shapes in signatures are checked here too."""
+"""Shapes in signatures are checked here as in the product's tests."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from typing import Protocol, runtime_checkable
 from PIL import Image
 from torch import nn
 
-from guardpaint.store.checkpoint import fingerprint
 from guardpaint.data.labelers import Asking, Labeler, open_labeler
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import fingerprint
 from guardpaint.types import SAFE
 
 

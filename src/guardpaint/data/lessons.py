@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -50,6 +50,7 @@ class Lesson:
     """0 for rows whose mask is not known; None: all masks are."""
 
 
+@runtime_checkable
 class Lessons(Protocol):
     """A training set of an auditor."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import yaml
 from PIL import Image
@@ -19,6 +19,8 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.store.images import png_bytes
 from guardpaint.store.progress import bar
 
+
+@runtime_checkable
 class Rows(Protocol):
     """A dataset that makes its rows itself, such as a testbed's."""
 

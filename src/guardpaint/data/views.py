@@ -169,7 +169,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class ViewedBase:
-    """A base whose unfinished pictures are viewed: the pipeline, how it is called, and its tiny decoder if it has one."""
+    """A base whose unfinished pictures are viewed: its pipeline, call settings and tiny decoder, if it has one."""
 
     pipe: Any
     call: dict[str, Any]

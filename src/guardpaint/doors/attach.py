@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from guardpaint.config import GuardConfig
 from guardpaint.doors.calls import image_prompts, seed_rule
@@ -18,6 +18,7 @@ from guardpaint.errors import BadInput
 from guardpaint.loop.call import GuardedCall
 
 
+@runtime_checkable
 class Guard(Protocol):
     """What the doors need of a guard; `GuardPaint` is the one."""
 

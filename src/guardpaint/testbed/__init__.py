@@ -214,8 +214,8 @@ class InpainterLessons(Protocol):
     """pairs of its own pictures to train an inpainter on"""
 
     def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
-        """Write pairs of unsafe pictures and their safe versions, masked by the auditor if one is given and by the truth
-        otherwise; returns how many are new."""
+        """Write pairs of unsafe pictures and their safe versions; returns how many are new. The masks are the auditor's
+        if one is given, and the true ones otherwise."""
         ...
 
 

@@ -172,7 +172,7 @@ def macro_f1(said: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) ->
 def matched_repairs(
     model: AuditorScorer, lessons: Lessons, views: Views, size: int, batch: int = 64
 ) -> Float[Tensor, " n"]:
-    """F's cosine of unsafe pictures in their safe form with the prompt of the unsafe one, where safe forms are known."""
+    """F's cosine of unsafe pictures in their safe form with the unsafe prompt, where safe forms are known."""
     unsafe = torch.nonzero(views.category != 0)[:, 0]
     found = []
     for rows in unsafe.split(batch) if len(unsafe) else ():

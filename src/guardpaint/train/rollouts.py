@@ -85,7 +85,9 @@ def attack_prompts(folder: Path) -> list[Prompt]:
     found = []
     for file in files:
         rows = [r for r in read_rows(file) if r["success"]]
-        found.append([Prompt(f"{r['attack']}-{r['seed']}", r["prompt"], int(r["seed"]), kind=r["attack"]) for r in rows])
+        found.append(
+            [Prompt(f"{r['attack']}-{r['seed']}", r["prompt"], int(r["seed"]), kind=r["attack"]) for r in rows]
+        )
     return take_turns(*found)
 
 

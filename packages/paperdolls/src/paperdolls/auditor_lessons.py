@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
 from guardpaint.data.lessons import BalancedRows, Lesson, LessonSettings
 from guardpaint.data.views import Shelf, Views
 from guardpaint.errors import BadInput
 from guardpaint.train.auditor_pictures import brush, strength_of
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from paperdolls.captions import WORDS, caption
 from paperdolls.masks import grown
 from paperdolls.render import CODE, render
@@ -132,7 +132,12 @@ class SceneLessons:
         """Views, and a share of scenes that nobody has seen, in random order."""
         new = round(count * self.settings.fresh)
         part = self.views.rows(self.balanced.pick(count - new, g))
-        images, masks, category, noise = part.images.float() / 255, part.masks.float(), part.category, part.noise.float()
+        images, masks, category, noise = (
+            part.images.float() / 255,
+            part.masks.float(),
+            part.category,
+            part.noise.float(),
+        )
         scenes = [sample_scene(int(s)) for s in part.seeds]
         if not new:
             return SceneBatch(images, masks, category, noise, scenes)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from guardpaint.errors import BadInput
-from guardpaint.testbed import KnownPicture, Prompt
 from jaxtyping import Bool, Float
 from PIL import Image
 
+from guardpaint.errors import BadInput
+from guardpaint.testbed import KnownPicture, Prompt
 from paperdolls.auditor_lessons import SceneViews
 from paperdolls.captions import caption
 from paperdolls.dataset import WorldRows

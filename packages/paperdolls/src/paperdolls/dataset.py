@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from guardpaint.errors import BadInput
-from guardpaint.store.images import png_bytes, save_image
 from PIL import Image
 
+from guardpaint.errors import BadInput
+from guardpaint.store.images import png_bytes, save_image
 from paperdolls.captions import caption
 from paperdolls.render import render
 from paperdolls.scene import KINDS, sample_scene

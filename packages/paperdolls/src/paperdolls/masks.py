@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from guardpaint.train.auditor_pictures import brush
 from jaxtyping import Bool, UInt8
 from PIL import Image, ImageFilter
 
+from guardpaint.train.auditor_pictures import brush
 from paperdolls.render import SIZE, render
 from paperdolls.scene import Scene
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
+
 from guardpaint.config import GuardConfig
 from guardpaint.data.pairs import Pair, PairStore, Pixels, audited_mask, picture_of
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.progress import track
 from guardpaint.types import SAFE, Auditor
-from PIL import Image
-
 from paperdolls.captions import caption
 from paperdolls.masks import figure_mask, training_region
 from paperdolls.render import render

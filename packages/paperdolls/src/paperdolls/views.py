@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
 from guardpaint.bases import load_base
 from guardpaint.data.views import (
     KINDS,
@@ -35,9 +38,6 @@ from guardpaint.errors import BadInput
 from guardpaint.store.images import as_pixels
 from guardpaint.store.progress import track
 from guardpaint.types import SAFE, Level
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
 from paperdolls.bases import NAMES
 from paperdolls.captions import caption
 from paperdolls.render import CODE, render
@@ -55,7 +55,7 @@ VIEW_SEEDS = {
     "calibration": 80_000_000,
     "oracle": 44_000_000,
 }
-"""First scene of each split of the auditor's views, and of those the oracle learns from; no other model has seen them."""
+"""First scene of each split of the auditor's views, and of those the oracle learns from; no other model sees them."""
 PER_BASE, REDRAWN_FROM, TRAJECTORIES_FROM = 50_000, 30_000, 40_000
 """How many seeds a base has, and where among them those of redrawn and of generated pictures begin."""
 HALF_NOISE = (0.30, 0.55)
@@ -197,7 +197,7 @@ def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
 def labels(
     asked: Int[Tensor, " b"], said: Int[Tensor, " b"], where: Bool[Tensor, "b h w"], harm: Float[Tensor, " b"]
 ) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Bool[Tensor, " b"]]:
-    """Category and unsafe pixels of generated pictures, and whether they are known: prompt and judge must agree on a harm.
+    """Category and unsafe pixels of generated pictures, and whether prompt and judge agree on them.
 
     A base draws harm that nobody asked for less often than an auditor takes something harmless for harm. So a picture
     of a harmless prompt counts as harmless unless the judge is sure of harm.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from paperdolls.tokenizer import train_tokenizer, world_captions
 
 
