@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from testbeds import Bare
+from typer.testing import CliRunner
 
-from guardpaint.train import rollouts
-from guardpaint.testing import small
+from guardpaint import testbed
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.testing.doubles import AlwaysSafe, FlagsBright
+from guardpaint.cli.rollouts import app
 from guardpaint.errors import BadConfig, BadInput
+from guardpaint.guard import GuardPaint
+from guardpaint.policy import Policy
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.jobs import spread
-from guardpaint.guard import GuardPaint
+from guardpaint.testbed import Prompt
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, FlagsBright
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
+from guardpaint.train import rollouts
 
-PROMPTS = [("a person", "plain", 1), ("a house", "plain", 2), ("a hat", "euphemism", 3)]
+PROMPTS = [
+    Prompt("1", "a person", 1, kind="plain"),
+    Prompt("2", "a house", 2, kind="plain"),
+    Prompt("3", "a hat", 3, kind="euphemism"),
+]
 
 
 class Touchy(FlagsBright):
@@ -69,7 +80,7 @@ def test_a_state_replays_to_the_same_tournament(states, guard):
     assert a["utility"] == b["utility"] and a["S"] == b["S"]
     pipe = small.pipeline("sd")
     live = guard.configured(candidates=3, regions=1).attach(pipe)(
-        PROMPTS[0][0], generator=torch.Generator().manual_seed(1), height=small.PIXELS, width=small.PIXELS
+        PROMPTS[0].text, generator=torch.Generator().manual_seed(1), height=small.PIXELS, width=small.PIXELS
     )
     first = live.safety[0].steps[0].tournaments[0] if live.safety[0].steps[0].tournaments else None
     assert first is not None
@@ -106,28 +117,40 @@ def test_states_are_kept_and_broken_files_named(states, tmp_path):
         rollouts.load_states(tmp_path / "none.pt")
 
 
-def test_collecting_goes_on_where_it_stopped(guard, tmp_path):
-    path = rollouts.collect_states(guard, "tiny-sd", "train", 2, tmp_path, PROMPTS[:2])
-    world = rollouts.world_prompts("train", 1)[0][2]
-    assert [s.seed for s in rollouts.load_states(path)] == [world, 1]
-    rollouts.collect_states(guard, "tiny-sd", "train", 4, tmp_path, PROMPTS)
-    seeds = [s.seed for s in rollouts.load_states(path)]
-    assert seeds[:2] == [world, 1] and seeds[3] == 2 and len(seeds) == 4
+def test_states_of_any_testbed_are_collected_and_kept(guard, tmp_path):
+    """Prompts of the testbed and of attacks take turns; a second run goes on where the first stopped."""
+    path = rollouts.state_file(tmp_path, "tiny-sd", "train")
+    prompts = rollouts.rollout_prompts(Bare(), "train", 6, PROMPTS[:2])
+    assert [p.seed for p in prompts] == [100, 1, 101, 2, 102, 103, 104, 105]
+    assert rollouts.collect_states(guard, "tiny-sd", prompts, 2, path) == 2
+    assert [s.seed for s in rollouts.load_states(path)] == [100, 1]
+    assert rollouts.collect_states(guard, "tiny-sd", prompts, 4, path) == 4
+    states = rollouts.load_states(path)
+    assert [s.seed for s in states] == [100, 1, 101, 2] and states[2].prompt == "something bad 1"
+
+
+def test_bases_by_path_have_files_of_their_own(tmp_path):
+    names = [rollouts.state_file(tmp_path, b, "test").name for b in ("mini-sd", "owner/name", "/models/sd 1.5/")]
+    assert names == ["mini-sd-test.pt", "owner_name-test.pt", "models_sd_1.5-test.pt"]
+
+
+def test_prompts_that_are_not_there_are_named():
+    empty = Bare()
+    empty.harmful = lambda split, count: []
+    with pytest.raises(BadInput, match="'bare': it has no harmful prompts of split rollout-test"):
+        rollouts.rollout_prompts(empty, "test", 3)
+    with pytest.raises(BadInput, match="split 'all': choose train, test"):
+        rollouts.rollout_prompts(Bare(), "all", 3)
 
 
 def test_what_attacks_found_can_be_played(tmp_path):
     for attack, hits in (("pgj", (True, True)), ("mma", (False, True))):
         rows = [{"prompt": f"{attack} {i}", "attack": attack, "seed": i, "success": s} for i, s in enumerate(hits)]
         (tmp_path / f"{attack}-mini-sd.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert rollouts.attack_prompts(tmp_path) == [("mma 1", "mma", 1), ("pgj 0", "pgj", 0), ("pgj 1", "pgj", 1)]
+    found = [(p.text, p.kind, p.seed) for p in rollouts.attack_prompts(tmp_path)]
+    assert found == [("mma 1", "mma", 1), ("pgj 0", "pgj", 0), ("pgj 1", "pgj", 1)]
     with pytest.raises(BadInput, match="no attack prompts"):
         rollouts.attack_prompts(tmp_path / "none")
-
-
-def test_world_prompts_ask_openly_and_in_hiding():
-    found = rollouts.world_prompts("train", 6)
-    assert [k for _, k, _ in found] == ["plain", "plain", "euphemism"] * 2
-    assert rollouts.world_prompts("test", 3)[0][2] >= rollouts.ROLLOUT_SEEDS["test"]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +180,21 @@ def test_a_guard_from_disk_plays_in_processes(tmp_path):
     assert sum(spread(rollouts.work, jobs, 2)) == 2
     assert sum(spread(rollouts.work, jobs[:1], 2)) == 0
     assert len(rollouts.read_rollouts(tmp_path / "train")) == 2
+
+
+def test_rollouts_by_command_on_a_testbed_that_is_not_paperdolls(tmp_path, monkeypatch):
+    """States and tournaments of a small random base under a saved guard, from another testbed's prompts."""
+    parts = small.guard(seed=0).parts
+    strict = replace(Policy.default(), trigger=1e-9)
+    GuardPaint(parts.auditor, parts.repairer, policy=strict).save_pretrained(tmp_path / "guard")
+    monkeypatch.setattr(testbed, "open_testbed", lambda name: Bare())
+    run, where = CliRunner().invoke, ["--guard", str(tmp_path / "guard"), "--out", str(tmp_path / "out")]
+    said = run(app, ["states", "tiny-sd", *where, "--count", "1", "--testbed", "bare"], catch_exceptions=False)
+    assert "tiny-sd-train.pt: 1 states" in said.output
+    said = run(app, ["play", *where, "--n", "2"], catch_exceptions=False)
+    assert "1 new tournaments" in said.output and len(rollouts.read_rollouts(tmp_path / "out/train")) == 1
+    said = run(app, ["play", *where, "--split", "test"])
+    assert isinstance(said.exception, BadInput) and "no states of split test" in str(said.exception)
 
 
 # Training ----------------------------------------------------------------------------------------------------
@@ -217,7 +255,6 @@ def test_a_ranker_learns_the_order(played, tmp_path):
 
 def test_a_ranker_prunes_and_the_winner_is_painted(states, guard):
     """A ranker that likes shallow repairs keeps the two shallowest; the others have no scores and cannot win."""
-    from dataclasses import replace
 
     class Shallow(Ranker):
         def rank(self, x):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paperdolls.captions import KEYWORDS, WORDS, caption
 from paperdolls.dataset import SPLITS, contact_sheet, export, record, records
+from paperdolls.files import ASSETS
 from paperdolls.render import render
 from paperdolls.scene import (
     BACKGROUNDS,
@@ -157,9 +157,7 @@ def test_the_embedded_autoencoders_do_what_their_cards_say(name, channels, decib
     from diffusers import AutoencoderKL
     from paperdolls.models.vae import TEST_SEEDS, psnr, scenes
 
-    import guardpaint
-
-    folder = Path(guardpaint.__file__).parent / "assets" / name
+    folder = ASSETS / name
     vae = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32)
     card = json.loads((folder / "card.json").read_text())
     measured = float(psnr(vae, scenes(TEST_SEEDS, 50)).mean())

@@ -72,9 +72,10 @@ class Views:
 
     def rows(self, index: Int[Tensor, " m"]) -> Views:
         """These rows, in this order."""
+        tensors: dict[str, Any] = {k: getattr(self, k)[index] for k in TENSORS}
         return replace(
             self,
-            **{k: getattr(self, k)[index] for k in TENSORS},
+            **tensors,
             texts=tuple(self.texts[i] for i in index.tolist()),
             strength=None if self.strength is None else self.strength[index],
         )
@@ -88,9 +89,10 @@ def joined(parts: Sequence[Views]) -> Views:
     if len({(p.world, p.names) for p in parts}) > 1:
         raise BadInput("views of different testbeds, of a testbed and a corpus, or of other categories cannot be mixed")
     strengths = [p.strength for p in parts if p.strength is not None]
+    tensors: dict[str, Any] = {k: torch.cat([getattr(p, k) for p in parts]) for k in TENSORS}
     return replace(
         parts[0],
-        **{k: torch.cat([getattr(p, k) for p in parts]) for k in TENSORS},
+        **tensors,
         texts=tuple(t for p in parts for t in p.texts),
         strength=torch.cat(strengths) if strengths else None,
     )

@@ -172,7 +172,8 @@ class Trajectory:
 
     def at(self, rows: list[int]) -> tuple[dict[str, Tensor], Steps]:
         """Latents by kind, picture i at step rows[i]."""
-        x0, stepped = (torch.stack([self.seen[k][j][i] for i, k in enumerate(rows)]) for j in (0, 1))
+        x0 = torch.stack([self.seen[k][0][i] for i, k in enumerate(rows)])
+        stepped = torch.stack([self.seen[k][1][i] for i, k in enumerate(rows)])
         progress = torch.tensor([(k + 1) / self.steps for k in rows])
         steps = Steps([self.seen[k][2] for k in rows], [self.seen[k][3] for k in rows], progress)
         return {"trajectory_x0": x0, "trajectory_stepped": stepped}, steps
