@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_inpainter, small_pairs
+from helpers import small_inpainter
+from pictures import small_pairs
 
 from guardpaint.data.pairs import PairStore
 from guardpaint.draft.loading import load_pipeline

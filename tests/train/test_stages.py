@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import yaml
-from helpers import small_inpainter, small_pairs
+from helpers import small_inpainter
+from pictures import small_pairs
 from torch import nn
 from typer.testing import CliRunner
 
