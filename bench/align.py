@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.evaluate.inpainter import FULLSIZE, metrics
 from paperdolls.measure import read_rows
-from guardpaint.store.results import REVISION, write_results
+from guardpaint.store.results import REVISION, require_clean, write_results
 from guardpaint.train.align import METHODS, AlignConfig, Aligner, Tuple
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.memory import estimate
@@ -74,6 +74,7 @@ def main() -> None:
     if args.stage:
         print(json.dumps(one_step(args.stage, args.pixels)))
         return
+    require_clean(args.out)
     rows = []
     for method in METHODS:
         command = [sys.executable, __file__, "--stage", method, "--pixels", str(args.pixels)]

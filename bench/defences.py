@@ -19,7 +19,7 @@ from rich.progress import track
 
 from guardpaint.evaluate import harness, run
 from guardpaint.evaluate.statistics import mean, ratio_interval
-from guardpaint.store.results import REVISION, metric, write_results
+from guardpaint.store.results import REVISION, metric, require_clean, write_results
 from guardpaint.guard import GuardPaint
 
 MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--base", action="append", help="base model; repeat (default: mini-sd, mini-flux)")
     parser.add_argument("--out", type=Path, default=Path("docs/results/defences.json"))
     args = parser.parse_args()
+    require_clean(args.out)
     torch.set_num_threads(1)
     guard = GuardPaint.embedded()
     rows: list[dict[str, Any]] = []

@@ -29,7 +29,7 @@ from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer
-from guardpaint.store.results import metric, write_results
+from guardpaint.store.results import metric, require_clean, write_results
 from guardpaint.guard import GuardPaint
 from guardpaint.types import Audit, Knobs, RepairRequest
 
@@ -332,6 +332,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--embedded-only", action="store_true")
     args = parser.parse_args()
+    require_clean(args.out)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     rows, metrics = Rows(), {}

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from paperdolls.bases import load_base, settings
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from paperdolls.bases import load_base, settings
+from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import create_app
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
-from guardpaint.guard import GuardPaint
 
 OPERATOR = "screenshot-operator"
 PROMPTS = (("a woman wearing a green dress in the park, in daylight", 11), ("a naked man on the beach, in daylight", 7))

@@ -20,7 +20,7 @@ from guardpaint.testing import small
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import soft_mask
 from guardpaint.draft.codec import resize
-from guardpaint.store.results import metric, write_results
+from guardpaint.store.results import metric, require_clean, write_results
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam, seam_quality
 from guardpaint.verify.tournament import compose
 
@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    require_clean(args.out)
     auditor = AuditorScorer.from_pretrained(args.auditor) if args.auditor else small.auditor()
     metrics = {
         "lpips_vgg": LpipsVGG.from_file(args.weights / "lpips_vgg.safetensors"),

@@ -29,7 +29,7 @@ from PIL import Image
 from paperdolls.bases import load_base, settings
 from guardpaint.testing.doubles import Raises
 from paperdolls.oracle import Oracle
-from guardpaint.store.results import metric, write_results
+from guardpaint.store.results import metric, require_clean, write_results
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--ray", type=int, default=40, help="requests to a cluster that loses a replica; 0: without")
     parser.add_argument("--out", type=Path, default=Path("docs/results/serve.json"))
     args = parser.parse_args()
+    require_clean(args.out)
     if args.ray and find_spec("ray") is None:
         parser.error("--ray needs Ray: pip install 'guardpaint[ray]', or --ray 0")
     oracle, guard = Oracle.load(), GuardPaint.from_pretrained(args.guard)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
-from guardpaint.testing import small
 from guardpaint.config import GuardConfig, audited_steps
-from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat, constant_audit
 from guardpaint.errors import BadConfig
-from guardpaint.policy import Policy
 from guardpaint.guard import GuardPaint
+from guardpaint.policy import Policy
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat, constant_audit
 
 FIVE = Path(__file__).parents[1] / "configs" / "policies" / "five-categories.yaml"
 

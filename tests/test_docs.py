@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from guardpaint.store.results import meets, metric
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ASSETS = ROOT / "packages" / "paperdolls" / "src" / "paperdolls" / "assets"
+RECORDS = ("models.md", "results.md", "LOG.md")
+"""Pages that show commands and paths of the time when they were typed."""
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 REQUIRED = (
     "benign_audit_vs_step",
@@ -45,25 +49,78 @@ def test_bench_has_its_required_keys():
     assert set(REQUIRED) <= metrics.keys()
 
 
-def test_the_docs_quote_the_results():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "bench" / "table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.bench_table() in (ROOT / "README.md").read_text(), "run python bench/table.py"
-    assert module.world_table() in (ROOT / "docs/world.md").read_text(), "run python bench/table.py"
-    for table in (module.grid_table(), module.attack_table(), module.defence_table()):
-        assert table in (ROOT / "docs/evaluate.md").read_text(), "run python bench/table.py"
-    assert module.proposer_table() in (ROOT / "docs/train.md").read_text(), "run python bench/table.py"
-    assert module.models_page() == (ROOT / "docs/models.md").read_text(), "run python bench/table.py"
-    shipped = {p.parent.name for p in (ROOT / "src/guardpaint/assets").glob("*/card.json")}
-    assert shipped <= set(module.KIND)
+@pytest.fixture(scope="module")
+def bench_modules():
+    """The scripts that write the tables, importable the way `python bench/table.py` imports them."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    yield {name: importlib.import_module(name) for name in ("table", "results_page", "models_page")}
+    sys.path.remove(str(ROOT / "bench"))
+
+
+def test_the_docs_quote_the_results(bench_modules):
+    for path, text in bench_modules["table"].pages().items():
+        assert path.read_text() == text, f"{path.name}: run python bench/table.py"
+    assert bench_modules["results_page"].cost_table() in (ROOT / "docs/performance.md").read_text()
+
+
+def test_every_results_file_is_on_the_page():
+    page = (ROOT / "docs/results.md").read_text() + (ROOT / "docs/performance.md").read_text()
+    for path in RESULTS:
+        assert f"(results/{path.name})" in page and f"(results/{path.stem}.rows.csv.gz)" in page, path.name
+
+
+def test_every_goal_that_is_missed_is_said():
+    """A column of goals says "not met" as often as its metrics do."""
+    metrics = json.loads((ROOT / "docs/results/serve.json").read_text())["metrics"]
+    section = (ROOT / "docs/results.md").read_text().split("## Service")[1].split("## ")[0]
+    missed = sum(m.get("met") is False for m in metrics.values())
+    assert missed and section.count("**not met**") == missed
+
+
+def test_every_shipped_model_has_a_card_that_fits_a_screen(bench_modules):
+    shipped = {p.parent.name for p in ASSETS.glob("*/card.json")}
+    assert shipped == set(bench_modules["models_page"].CARDS)
+    for name in shipped:
+        assert len(bench_modules["models_page"].model_card(name)) <= 20, name
+
+
+def test_tables_replace_what_lies_between_their_marks(bench_modules):
+    with_table = bench_modules["table"].with_table
+    page = "a\n<!-- x: written by bench/table.py -->\nold\n<!-- /x -->\nb\n"
+    assert with_table(page, "x", "new\n") == page.replace("old", "new")
+    assert with_table("no marks", "x", "new\n") == "no marks"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def anchors(path):
+    """The anchors that a Markdown renderer gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", [p for p in DOCS if p.name not in RECORDS], ids=lambda p: p.name)
+def test_the_files_that_docs_name_exist(path):
+    for name in re.findall(r"(?:src/guardpaint|packages/paperdolls|configs|bench|tests)/[\w./-]*\w", path.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_documentation_stays_short():
+    words = {path.name: len(path.read_text().split()) for path in DOCS}
+    assert sum(words.values()) <= 25_000, words
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    for name, most in (("results.md", 250), ("models.md", 350)):
+        assert len((ROOT / "docs" / name).read_text().splitlines()) <= most
 
 
 def test_metric_goals():

@@ -36,15 +36,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from guardpaint.audit.model import AuditorConfig, AuditorScorer
-    from guardpaint.loop.audit_log import AuditLog
     from guardpaint.config import GuardConfig
     from guardpaint.errors import GuardPaintError
+    from guardpaint.guard import GuardPaint
+    from guardpaint.loop.audit_log import AuditLog
+    from guardpaint.loop.report import GuardReport
     from guardpaint.policy import Policy
     from guardpaint.repair.inpainter import Inpainter
     from guardpaint.repair.native import NativeRepairer
     from guardpaint.repair.proposer import TournamentProposer
-    from guardpaint.loop.report import GuardReport
-    from guardpaint.guard import GuardPaint
 
 
 def __getattr__(name: str) -> Any:

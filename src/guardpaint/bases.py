@@ -1,8 +1,8 @@
-"""Base models by name: one that an installed package provides, a small random one, a folder, or a hub id."""
+"""Base models and guards by name: what an installed package provides, small random ones, folders, hub ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -14,6 +14,8 @@ from guardpaint.store.checkpoint import fingerprint, short_hash
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from guardpaint.guard import GuardPaint
 
 SMALL = "tiny-"
 """Prefix of the small random-initialised bases: tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux."""
@@ -119,3 +121,34 @@ def load_inpainter(name: str) -> Any:
     if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
         raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe
+
+
+UNTRAINED = "the guard `tiny` is random-initialised: its verdicts mean nothing"
+EMBEDDED_ONLY = (
+    "the embedded guard knows the world it was trained in only; give one trained on real pictures with --guard"
+)
+
+
+def load_guard(
+    name: str | None, policy: Path | None, warn: Callable[[str], None], base: str | None = None, **config: Any
+) -> GuardPaint:
+    """A guard from a folder or hub id, the embedded one (no name), or a random-initialised one (`tiny`).
+
+    The embedded guard is refused on a base that it was not trained for.
+    """
+    from guardpaint.guard import GuardPaint
+    from guardpaint.policy import Policy
+
+    if name == "tiny":
+        from guardpaint.testing import small
+
+        warn(UNTRAINED)
+        guard = small.guard(**config)
+        return guard if policy is None else guard.configured(policy=Policy.load(policy))
+    if name is not None:
+        return GuardPaint.from_pretrained(name, policy=policy, **config)
+    if base is None:
+        warn(EMBEDDED_ONLY)
+    elif base not in named_bases() and not base.startswith(SMALL):
+        raise BadInput(f"base {base!r}: not one of {known_names()}; any other needs --guard, {EMBEDDED_ONLY}")
+    return GuardPaint.embedded(policy=policy, **config)

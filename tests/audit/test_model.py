@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from guardpaint.testing import small
 from guardpaint.audit.gradcam import grad_cam, overlay
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
 from guardpaint.audit.text import byte_tokenizer, token_batch
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.loop.verdict import to_pil
+from guardpaint.store.images import to_pil
+from guardpaint.testing import small
 from guardpaint.types import Auditor
 
 
 @pytest.fixture(scope="module")
-def small():
+def auditor():
     return small.auditor()
 
 
@@ -35,10 +35,10 @@ def test_full_size_has_the_papers_dimensions():
     assert visual.shape == (1, 2048, 7, 7)
 
 
-def test_scores_are_in_range_and_finite(small):
+def test_scores_are_in_range_and_finite(auditor):
     g = torch.Generator().manual_seed(0)
-    audits = small.audit(torch.rand(3, 3, 64, 96, generator=g), ["a", "", None], 0.3)
-    assert isinstance(small, Auditor)
+    audits = auditor.audit(torch.rand(3, 3, 64, 96, generator=g), ["a", "", None], 0.3)
+    assert isinstance(auditor, Auditor)
     for a in audits:
         assert sum(a.probs.values()) == pytest.approx(1.0, abs=1e-5)
         assert a.safety == pytest.approx(min(1 - a.adv_prob, a.probs["safe"]))
@@ -48,32 +48,32 @@ def test_scores_are_in_range_and_finite(small):
     assert audits[2].faithfulness is None and audits[0].faithfulness is not None
 
 
-def test_maps_are_at_least_sixteen_at_the_fine_size(small):
-    a = small.audit(torch.rand(1, 3, 128, 128), ["a"], 0.0)[0]
+def test_maps_are_at_least_sixteen_at_the_fine_size(auditor):
+    a = auditor.audit(torch.rand(1, 3, 128, 128), ["a"], 0.0)[0]
     assert min(a.adv_map.shape) >= 16
 
 
-def test_a_batch_scores_like_single_images(small):
+def test_a_batch_scores_like_single_images(auditor):
     """Padding of shorter prompts must not change their scores."""
     g = torch.Generator().manual_seed(1)
     images = torch.rand(2, 3, 64, 64, generator=g)
     prompts = ["a cat", "a much longer description of a quiet street at night"]
-    together = small.audit(images, prompts, 0.2)
-    small.train(False)
+    together = auditor.audit(images, prompts, 0.2)
+    auditor.train(False)
     for i in range(2):
-        alone = small.audit(images[i : i + 1], prompts[i : i + 1], 0.2)[0]
+        alone = auditor.audit(images[i : i + 1], prompts[i : i + 1], 0.2)[0]
         assert alone.faithfulness == pytest.approx(together[i].faithfulness, abs=1e-5)
         assert alone.adv_prob == pytest.approx(together[i].adv_prob, abs=1e-5)
 
 
-def test_time_reaches_strength_and_quality_only(small):
+def test_time_reaches_strength_and_quality_only(auditor):
     image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
-    early, late = small.audit(image, ["a"], 0.9)[0], small.audit(image, ["a"], 0.0)[0]
+    early, late = auditor.audit(image, ["a"], 0.9)[0], auditor.audit(image, ["a"], 0.0)[0]
     assert early.adv_prob == late.adv_prob and early.faithfulness == late.faithfulness
     assert early.suppression != late.suppression and early.quality != late.quality
 
 
-def test_safety_losses_never_reach_the_faithfulness_head(small):
+def test_safety_losses_never_reach_the_faithfulness_head():
     """∂(adv + class + strength + quality) is zero on text encoder and faithfulness head; cosine reaches both
     and the backbone."""
     model = small.auditor(3)
@@ -95,11 +95,11 @@ def test_safety_losses_never_reach_the_faithfulness_head(small):
     assert any(g is not None and g.abs().sum() > 0 for g in text)
 
 
-def test_round_trip(tmp_path, small):
-    small.save_pretrained(tmp_path)
+def test_round_trip(tmp_path, auditor):
+    auditor.save_pretrained(tmp_path)
     again = AuditorScorer.from_pretrained(tmp_path)
     image = torch.rand(1, 3, 64, 64)
-    a, b = small.audit(image, ["x"], 0.1)[0], again.audit(image, ["x"], 0.1)[0]
+    a, b = auditor.audit(image, ["x"], 0.1)[0], again.audit(image, ["x"], 0.1)[0]
     assert a.scores() == b.scores() and torch.equal(a.adv_map, b.adv_map)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "config.json",
@@ -108,21 +108,21 @@ def test_round_trip(tmp_path, small):
     ]
 
 
-def test_fp16_storage_loads_as_fp32(tmp_path, small):
-    small.save_pretrained(tmp_path, torch.float16)
+def test_fp16_storage_loads_as_fp32(tmp_path, auditor):
+    auditor.save_pretrained(tmp_path, torch.float16)
     again = AuditorScorer.from_pretrained(tmp_path)
     assert again.adv_head.weight.dtype == torch.float32
     image = torch.rand(1, 3, 64, 64)
     assert again.audit(image, ["x"], 0.1)[0].adv_prob == pytest.approx(
-        small.audit(image, ["x"], 0.1)[0].adv_prob, abs=1e-2
+        auditor.audit(image, ["x"], 0.1)[0].adv_prob, abs=1e-2
     )
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "shape", "extra", "nan", "config", "kind", "tokenizer"])
-def test_damaged_checkpoints_are_refused_with_a_reason(tmp_path, small, damage):
+def test_damaged_checkpoints_are_refused_with_a_reason(tmp_path, auditor, damage):
     from safetensors.torch import load_file, save_file
 
-    small.save_pretrained(tmp_path)
+    auditor.save_pretrained(tmp_path)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     state = load_file(weights)
     match damage:
@@ -171,15 +171,15 @@ def test_bad_configs_name_the_value():
         AuditorConfig.from_dict({"nonsense": 1})
 
 
-def test_grad_cam_is_a_heat_map_and_leaves_no_gradients(small):
+def test_grad_cam_is_a_heat_map_and_leaves_no_gradients(auditor):
     image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        cam = grad_cam(small, image, "nudity", "a cat")
+        cam = grad_cam(auditor, image, "nudity", "a cat")
     assert cam.shape == (64, 64) and cam.min() >= 0 and cam.max() <= 1
-    assert all(p.grad is None for p in small.parameters())
+    assert all(p.grad is None for p in auditor.parameters())
     assert overlay(to_pil(image), cam).size == (64, 64)
     with pytest.raises(BadInput, match="'gore'.*nudity"):
-        grad_cam(small, image, "gore")
+        grad_cam(auditor, image, "gore")
 
 
 def test_grad_cam_by_hand():
@@ -204,7 +204,7 @@ def test_tokenizer_spells_every_script():
     assert token_batch(tokenizer, ["x" * 1000], 16).shape == (1, 16)
 
 
-def test_prompt_cache_is_dropped_with_the_weights(small):
+def test_prompt_cache_is_dropped_with_the_weights():
     model = small.auditor(6)
     image = torch.rand(1, 3, 64, 64)
     before = model.audit(image, ["a"], 0.0)[0].faithfulness

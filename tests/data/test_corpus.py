@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paperdolls.dataset import png, record
-from paperdolls.render import render
-from paperdolls.scene import sample_scene
 from PIL import Image, ImageFilter
 from typer.testing import CliRunner
 
@@ -22,6 +19,9 @@ from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.testbed import open_dataset
+from paperdolls.dataset import png, record
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 POLICY = Policy.default()
 

@@ -16,10 +16,12 @@ from diffusers import (
 )
 from helpers import bright_guard, call, captured, gen
 
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat
+from guardpaint.guard import GuardPaint
+from guardpaint.loop import call as loop_call
+from guardpaint.loop.step import reinsert_repair
 from guardpaint.policy import Policy
 from guardpaint.reinsert import rules
-from guardpaint.guard import GuardPaint
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.types import Edit, Level
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
@@ -77,31 +79,27 @@ def final_error(pipe, rule: str, hold: float = 1.0, start: float = 0.3) -> float
     first = {}
 
     def stop_auditing(pipe, step, timestep, tensors):
-        request = opened[0]
-        if request.guards and request.guards[0].edited and not first:
-            record = request.guards[0].records[-1]
-            first["step"] = record.step
-            request.parts = replace(request.parts, config=request.parts.config.with_(audits=1))
+        running = opened[0]
+        if running.state.images and running.state.images[0].edited and not first:
+            first["step"] = running.state.images[0].recorder.steps[-1].step
+            parts = running.setup.parts
+            fewer = replace(parts, config=parts.config.with_(audits=1))
+            running.setup = replace(running.setup, parts=fewer)
         return tensors
 
     edits = []
-    from guardpaint.loop.step import ImageGuard
 
-    original = ImageGuard.reinsert
-
-    def spying(self, draft, won, record):
-        done, edit = original(self, draft, won, record)
+    def spying(context, won, family):
+        done, edit = reinsert_repair(context, won, family)
         edits.append(edit)
         return done, edit
 
-    ImageGuard.reinsert = spying
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_call, "reinsert_repair", spying)
         call(guard.attach(pipe), steps=10, output_type="latent", callback_on_step_end=stop_auditing)
-    finally:
-        ImageGuard.reinsert = original
-    request = opened[0]
-    assert edits and not request.guards[0].errors, request.guards[0].errors
-    latent = request.drafts(request.index - 1)[0].latent
+    done = opened[0]
+    assert edits and not done.state.images[0].errors, done.state.images[0].errors
+    latent = done.drafts(done.state.index - 1)[0].latent
     core = (edits[0].mask > 0.999).expand_as(latent)
     assert core.any()
     return float(((latent - edits[0].z0)[core] ** 2).mean())
@@ -159,13 +157,11 @@ def test_null_text_brings_the_estimate_closer(pipe, family):
     """Ten steps of the optimiser lower ‖x̂0 − ẑ0‖ inside the mask at the live latent."""
     if family == "flux":
         pytest.skip("FLUX has no unconditional rows")
-    from guardpaint.loop.step import ImageGuard
-
     seen = []
-    original = ImageGuard.reinsert
 
-    def spying(self, draft, won, record):
-        done, edit = original(self, draft, won, record)
+    def spying(context, won, family):
+        done, edit = reinsert_repair(context, won, family)
+        draft = context.draft
         if done.embedding is not None:
             base = draft.base
             z, level = done.latent[None], draft.after
@@ -178,11 +174,9 @@ def test_null_text_brings_the_estimate_closer(pipe, family):
             seen.append((error(base), error(replace(base, null_embedding=done.embedding))))
         return done, edit
 
-    ImageGuard.reinsert = spying
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_call, "reinsert_repair", spying)
         call(bright_guard(reinsertion="null_text").configured(BLOCK).attach(pipe), steps=10)
-    finally:
-        ImageGuard.reinsert = original
     assert seen and all(after < before for before, after in seen)
 
 
@@ -209,7 +203,7 @@ def held_weights(pipe, places):
     )
     opened = captured(guard)
     out = call(guard.attach(pipe), steps=10)
-    return out, opened[0].holds[0].weight.amax(0)
+    return out, opened[0].state.holds[0].weight.amax(0)
 
 
 def test_a_hold_that_fails_an_audit_is_released(sd_pipe):
@@ -253,10 +247,10 @@ def test_tiny_guard_runs_every_rule_without_error(sd_pipe):
 @pytest.mark.parametrize("name", ["sd", "flux"])
 def test_a_draft_without_recorded_calls_takes_its_default_rule(name):
     """Nothing is asked of a denoiser that was never heard; rules that need one give way, a family's own does not."""
-    from guardpaint.testing import small
     from guardpaint.draft.conditioning import BaseModel
     from guardpaint.draft.families import family_of
     from guardpaint.reinsert.apply import choose
+    from guardpaint.testing import small
     from guardpaint.types import Draft
 
     pipe = small.pipeline(name)

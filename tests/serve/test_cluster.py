@@ -14,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint.testing import small
+from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, verify_log
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat
 from guardpaint.policy import Policy
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,12 +9,12 @@ import pytest
 from helpers import serving
 from PIL import Image
 
-from guardpaint.testing import small
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat
+from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

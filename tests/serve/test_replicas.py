@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from guardpaint.testing import small
-from guardpaint.loop.audit_log import AuditLog
-from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 from guardpaint.errors import BadConfig
+from guardpaint.guard import GuardPaint
+from guardpaint.loop.audit_log import AuditLog
 from guardpaint.serve.cluster import Cluster, Facts, Generator, Rule
 from guardpaint.serve.settings import Settings
 from guardpaint.serve.worker import Ask, Worker
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 
 CALL = {"num_inference_steps": 2, "height": small.PIXELS, "width": small.PIXELS}
 

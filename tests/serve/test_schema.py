@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from test_service import OPERATOR, bearer, make
 
-from guardpaint.testing.doubles import FlagsBright
 from guardpaint.serve.app import create_app
+from guardpaint.testing.doubles import FlagsBright
 
 PATHS = (
     "/v1/images/generations", "/v1/models", "/v1/audits", "/v1/images/{name}.png", "/v1/reports/{name}",

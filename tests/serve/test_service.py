@@ -14,16 +14,16 @@ from fastapi.testclient import TestClient
 from helpers import serving
 from PIL import Image
 
-from guardpaint.testing import small
-from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 from guardpaint.errors import BadConfig, BadInput
+from guardpaint.guard import GuardPaint
+from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.disclosure import EXACT
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.settings import Key, Settings, load_keys
 from guardpaint.serve.worker import Ask, Cancelled, Job, Overloaded, Worker
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
 
 USER, OPERATOR, OTHER = "user-secret-0123456", "operator-secret-012", "other-secret-012345"
 KEYS = {USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000), OTHER: Key("bob", per_minute=1000)}
@@ -315,6 +315,21 @@ def test_metrics_count_what_happened(client):
     assert 'guardpaint_pictures_total{status="blocked"} 1.0' in text
     assert 'guardpaint_triggers_total{category="nudity"} 1.0' in text
     assert "guardpaint_audit_score_bucket" in text and "guardpaint_queue_depth 0.0" in text
+
+
+def test_pictures_are_counted_before_they_are_answered(client):
+    """Whoever has the answer finds the picture in /metrics, on a busy machine too."""
+    test = client(guard=blocking())
+    worker = test.app.state.service.worker
+    counted, seen = worker.on_batch, []
+
+    def count(batch, reports, seconds):
+        seen.append([job.future.done() for job in batch])
+        counted(batch, reports, seconds)
+
+    worker.on_batch = count
+    ask(test)
+    assert seen == [[False]]
 
 
 def test_a_policy_is_changed_without_a_restart(client):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from guardpaint.errors import BadConfig
+from guardpaint.guard import GuardPaint
+from guardpaint.serve import trace
 from guardpaint.testing import small
 from guardpaint.testing.doubles import FlagsBright, PaintsFlat
-from guardpaint.errors import BadConfig
-from guardpaint.serve import trace
-from guardpaint.guard import GuardPaint
 
 
 def test_no_environment_no_tracer():

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from guardpaint.testing import small
 from guardpaint.errors import BadCheckpoint
+from guardpaint.testing import small
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam, ring, seam_quality
 
 

@@ -8,11 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 import yaml
-from paperdolls import auditor_lessons as lessons
-from paperdolls import views as scene_views
-from paperdolls.captions import HIDDEN_NUDITY, caption
-from paperdolls.render import render
-from paperdolls.scene import HARD_NEGATIVES, safe_version, sample_scene
 
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.data import views
@@ -23,6 +18,11 @@ from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.testing import small
 from guardpaint.train import auditor as trainer
 from guardpaint.train.engine import TrainConfig
+from paperdolls import auditor_lessons as lessons
+from paperdolls import views as scene_views
+from paperdolls.captions import HIDDEN_NUDITY, caption
+from paperdolls.render import render
+from paperdolls.scene import HARD_NEGATIVES, safe_version, sample_scene
 
 
 @pytest.fixture(scope="module")

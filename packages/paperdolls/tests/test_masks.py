@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from paperdolls.masks import boxed, figure_mask, grown, training_mask
 from paperdolls.render import render
 from paperdolls.scene import sample_scene

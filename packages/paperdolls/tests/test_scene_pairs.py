@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from paperdolls import pairs as scene_pairs
-from paperdolls.render import render
-from paperdolls.scene import sample_scene
 from typer.testing import CliRunner
 
 from guardpaint.cli.data import app
@@ -16,6 +13,9 @@ from guardpaint.data import pairs
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.testing.doubles import FlagsBright
+from paperdolls import pairs as scene_pairs
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 POLICY = Policy.default()
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paperdolls import views as scene_views
-from paperdolls.bases import NAMES, mini_sd
-from paperdolls.captions import caption
-from paperdolls.render import CODE
-from paperdolls.scene import safe_version, sample_scene
 
 from guardpaint.data import views
 from guardpaint.data.views import ViewedBase
 from guardpaint.draft.tap import tapped
 from guardpaint.errors import BadInput
 from guardpaint.testing import small
+from paperdolls import views as scene_views
+from paperdolls.bases import NAMES, mini_sd
+from paperdolls.captions import caption
+from paperdolls.render import CODE
+from paperdolls.scene import safe_version, sample_scene
 
 CALL = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 64, "width": 64}
 SEEDS = list(range(900, 906))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from paperdolls.tokenizer import train_tokenizer, world_captions
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from paperdolls.captions import caption
-from paperdolls.dataset import SPLITS, png, record
-from paperdolls.scene import sample_scene
 
 from guardpaint.data.store import key_of
 from guardpaint.errors import BadInput
 from guardpaint.testbed import AuditorLessons, Dataset, InpainterLessons, need, open_testbed
+from paperdolls.captions import caption
+from paperdolls.dataset import SPLITS, png, record
+from paperdolls.scene import sample_scene
 
 WORLD = open_testbed("paperdolls")
 

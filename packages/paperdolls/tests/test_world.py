@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+
+from guardpaint.errors import BadInput
 from paperdolls.captions import KEYWORDS, WORDS, caption
 from paperdolls.dataset import SPLITS, contact_sheet, export, record, records
 from paperdolls.files import ASSETS
@@ -26,9 +29,6 @@ from paperdolls.scene import (
     safe_version,
     sample_scene,
 )
-from PIL import Image
-
-from guardpaint.errors import BadInput
 
 seeds = st.integers(0, 2**40)
 
@@ -155,6 +155,7 @@ def test_contact_sheet(tmp_path):
 @pytest.mark.parametrize(("name", "channels", "decibel"), [("vae4", 4, 27.0), ("vae16", 16, 27.5)])
 def test_the_embedded_autoencoders_do_what_their_cards_say(name, channels, decibel):
     from diffusers import AutoencoderKL
+
     from paperdolls.models.vae import TEST_SEEDS, psnr, scenes
 
     folder = ASSETS / name

@@ -12,6 +12,22 @@ app = typer.Typer(help="Measure components and defences; results land with their
 err = Console(stderr=True)
 
 
+def clean_target(path: Path) -> Path:
+    """Refuse a published results file before hours of work if the checkout has uncommitted changes."""
+    from guardpaint.store.results import require_clean
+
+    require_clean(path)
+    return path
+
+
+ResultsFile = Annotated[
+    Path,
+    typer.Option(
+        help="Results file. docs/results needs a checkout without uncommitted changes.", callback=clean_target
+    ),
+]
+
+
 def say_metrics(metrics: dict[str, Any]) -> None:
     """One line per metric, with its goal where it has one."""
     for name, found in metrics.items():
@@ -24,7 +40,7 @@ def say_metrics(metrics: dict[str, Any]) -> None:
 def eval_inpainter(
     model: Annotated[list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. Compare with base=…")],
     auditor: Annotated[Path | None, typer.Option(help="Auditor that masks and whose features rate seams.")] = None,
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/inpainter.json"),
+    results: ResultsFile = Path("docs/results/inpainter.json"),
     count: Annotated[int, typer.Option(min=2, help="Held-out unsafe scenes.")] = 500,
 ) -> None:
     """Judge repairs of unsafe scenes by the oracle: safe, in context, seamless, detailed; and benign fills."""
@@ -46,7 +62,7 @@ def eval_proposers(
     learned: Annotated[str | None, typer.Option(help="Trained proposer.")] = None,
     ranker: Annotated[str | None, typer.Option(help="Trained ranker.")] = None,
     rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder with states.")] = Path("runs/rollouts"),
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/proposer.json"),
+    results: ResultsFile = Path("docs/results/proposer.json"),
     trials: Annotated[int, typer.Option(min=0, help="Trials of the Bayesian-optimised fixed knobs; 0: without.")] = 40,
 ) -> None:
     """Compare proposers from the same states; measure the ranker; plot every knob's effect."""
@@ -164,7 +180,7 @@ def eval_run(
 def eval_report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories of `eval run`.")],
     adaptive: Annotated[Path | None, typer.Option(help="Results of `eval adaptive`.")] = None,
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/evaluation.json"),
+    results: ResultsFile = Path("docs/results/evaluation.json"),
     times: Annotated[
         Path | None, typer.Option(help="Results of bench/defences.py, whose times are comparable; else the rows' own.")
     ] = None,
@@ -194,7 +210,7 @@ def eval_adaptive(
     base: Annotated[str, typer.Option(help="Base model.")] = "mini-sd",
     count: Annotated[int, typer.Option(min=1, help="Pictures for gradient attacks.")] = 200,
     disguises: Annotated[int, typer.Option(min=0, help="Targets for the search through wordings and seeds.")] = 50,
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/adaptive.json"),
+    results: ResultsFile = Path("docs/results/adaptive.json"),
 ) -> None:
     """Attack with full knowledge of the auditor; measure the detector and the system, with and without mitigation."""
     from guardpaint.cli.generate import load_base
@@ -227,7 +243,7 @@ def eval_history(
     sft: Annotated[str, typer.Option(help="The same after SFT, merged.")],
     pairs: Annotated[Path, typer.Option(help="Encoded pairs.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs/history"),
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/alignment_history.json"),
+    results: ResultsFile = Path("docs/results/alignment_history.json"),
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
 ) -> None:
     """Retell the paper's experiments with its flags, small, and write down which failures were really seen."""
@@ -240,7 +256,7 @@ def eval_history(
 def eval_auditor(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
     views: Annotated[Path, typer.Option(help="Folder with test views of the bases (`data views --split test`).")],
-    results: Annotated[Path, typer.Option(help="Results file.")] = Path("docs/results/auditor.json"),
+    results: ResultsFile = Path("docs/results/auditor.json"),
     count: Annotated[int, typer.Option(min=100, help="Finished pictures; other sets are a quarter of it.")] = 2000,
     calibration: Annotated[
         Path | None, typer.Option(help="File of `guardpaint calibrate`: its mask level is measured.")
@@ -256,7 +272,7 @@ def eval_auditor(
 def eval_corpus_auditor(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
     views: Annotated[Path, typer.Option(help="Folder of `data corpus-views`, with split test.")],
-    results: Annotated[Path, typer.Option(help="Results file.")],
+    results: ResultsFile,
     count: Annotated[int | None, typer.Option(min=1, help="At most so many views of a file; default: all.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
 ) -> None:

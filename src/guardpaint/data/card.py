@@ -36,14 +36,14 @@ def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, qu
         if e.key not in answers:
             left_out["not labelled"] += 1
             continue
-        said = thresholds.decide(answers[e.key])
-        if said is None:
+        label = thresholds.decide(answers[e.key])
+        if label is None:
             left_out["unreadable" if answers[e.key] is None else "dead zone"] += 1
             continue
         prompt = e.prompt or captions.get(e.key)
         code = perceptual_hash(e.picture())
         harm = max(answers[e.key][h] for h in thresholds.harms)
-        row = {"key": e.key, "source": e.source, "label": said, "score": harm, "prompt": prompt, "hash": str(code)}
+        row = {"key": e.key, "source": e.source, "label": label, "score": harm, "prompt": prompt, "hash": str(code)}
         rows.append(row)
     if not rows:
         raise BadInput(f"{corpus.root}: nothing left to train on; left out: {dict(left_out)}")

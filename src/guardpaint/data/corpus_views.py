@@ -78,9 +78,9 @@ def without_prompt(corpus: Corpus) -> int:
 def settings(
     pipe: Any, own: dict[str, Any], size: int | None = None, steps: int | None = None, guidance: float | None = None
 ) -> dict[str, Any]:
-    """How the base is called: as told here, else as it was made to be (`own`), else by the pipeline's defaults."""
-    asked = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
-    call = {**own, **{k: v for k, v in asked.items() if v is not None}}
+    """How the base is called: by these options, else by its own settings (`own`), else by the pipeline's defaults."""
+    options = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
+    call = {**own, **{k: v for k, v in options.items() if v is not None}}
     defaults = inspect.signature(type(pipe).__call__).parameters
     for name in ("num_inference_steps", "guidance_scale"):
         call.setdefault(name, defaults[name].default)
@@ -142,8 +142,8 @@ def make(corpus: Corpus, plan: ViewPlan, out: Path, split: str, policy: Policy, 
         if path.exists() and holds(path, part, wanted, policy, origin):
             continue
         some = [part[i : i + plan.batch] for i in range(0, len(part), plan.batch)]
-        made = [views_of(examples, wanted, plan, policy) for examples in some]
-        store([replace(v, origin=origin) for v in made], path)
+        parts = [views_of(examples, wanted, plan, policy) for examples in some]
+        store([replace(v, origin=origin) for v in parts], path)
         new += 1
     for path in sorted(out.glob(f"{plan.name}-*-{split}.pt"))[total:]:  # of a larger split, before it was built anew
         path.unlink()

@@ -9,8 +9,6 @@ Each answers for a batch of pictures. `open_labeler` turns a short description i
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 import os
@@ -29,6 +27,7 @@ from PIL import Image
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
+from guardpaint.store.images import data_url
 
 LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
 HINT = "; models that also take video need torchvision" if find_spec("torchvision") is None else ""
@@ -281,11 +280,8 @@ class EndpointLabeler:
         return "", problem
 
     def body(self, picture: Image.Image, text: str, temperature: float, seed: int) -> dict[str, Any]:
-        buffer = io.BytesIO()
-        picture.save(buffer, "PNG")
-        data = base64.b64encode(buffer.getvalue()).decode()
         content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+            {"type": "image_url", "image_url": {"url": data_url(picture)}},
             {"type": "text", "text": text},
         ]
         return {

@@ -36,7 +36,7 @@ def label(
     """Ask the labeler about every image it has not answered for; with `retry`, also where it was unreadable."""
     name = label_file(labeler.name, question)
     rows = {r["key"]: r for r in corpus.lines(name)}
-    done = {k for k, r in rows.items() if not (retry and r["scores"] is None)}
+    answered = {k for k, r in rows.items() if not (retry and r["scores"] is None)}
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
         answers = guarded(labeler.label, [e.picture() for e in examples])
@@ -45,7 +45,7 @@ def label(
             for e, a in zip(examples, answers, strict=True)
         ]
 
-    work(corpus, name, done, ask, batch, f"labels by {labeler.name}", quiet)
+    work(corpus, name, answered, ask, batch, f"labels by {labeler.name}", quiet)
     return name
 
 
@@ -61,27 +61,27 @@ def guarded(call: Callable[[Sequence[Any]], list[Answer]], pictures: Sequence[An
 
 def caption(corpus: Corpus, captioner: Captioner, batch: int = 8, quiet: bool = False) -> None:
     """Reconstruct prompts for images that have none."""
-    done = {r["key"] for r in corpus.lines(CAPTIONS)} | {e.key for e in corpus if e.prompt is not None}
+    answered = {r["key"] for r in corpus.lines(CAPTIONS)} | {e.key for e in corpus if e.prompt is not None}
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
         texts = captioner.caption([e.picture() for e in examples])
         return [{"key": e.key, "prompt": t} for e, t in zip(examples, texts, strict=True)]
 
-    work(corpus, CAPTIONS, done, ask, batch, "captions", quiet)
+    work(corpus, CAPTIONS, answered, ask, batch, "captions", quiet)
 
 
 def work(
     corpus: Corpus,
     name: str,
-    done: set[str],
+    answered: set[str],
     ask: Callable[[Sequence[Example]], list[dict[str, Any]]],
     batch: int,
     title: str,
     quiet: bool,
 ) -> None:
-    """Batches of what is not done, each written before the next is begun."""
-    with bar(title, len(corpus.keys()), len(done), quiet) as advance:
-        for examples in batches((e for e in corpus if e.key not in done), batch):
+    """Ask about every image that has no answer yet, in batches; each is written before the next is begun."""
+    with bar(title, len(corpus.keys()), quiet, len(answered)) as advance:
+        for examples in batches((e for e in corpus if e.key not in answered), batch):
             corpus.append(name, ask(examples))
             advance(len(examples))
 
@@ -188,18 +188,20 @@ def compare(
         except BadInput as error:
             rows.append({**row, "failed": str(error)})
             continue
-        said = {k: thresholds.decide(s) for k, s in scores.items()}
+        decided = {k: thresholds.decide(s) for k, s in scores.items()}
         safe = [k for k in mine if reference[k]["label"] == "safe"]
         harm = [k for k in mine if reference[k]["label"] != "safe"]
-        row["fp"] = sum(said[k] not in ("safe", None) for k in safe) / max(1, len(safe))
-        row["fn"] = sum(said[k] in ("safe", None) for k in harm) / max(1, len(harm))
+        row["fp"] = sum(decided[k] not in ("safe", None) for k in safe) / max(1, len(safe))
+        row["fn"] = sum(decided[k] in ("safe", None) for k in harm) / max(1, len(harm))
         near = {h: (t - 0.05, t + 0.05) for h, t in thresholds.harms.items()}
         row["threshold_sensitivity"] = sum(
             any(low <= s[h] <= high for h, (low, high) in near.items()) for s in scores.values() if s is not None
         ) / max(1, len(mine))
         for case in dict.fromkeys(r["case"] for r in reference.values()):
             of = [k for k in mine if reference[k]["case"] == case]
-            row[f"wrong_{case}"] = sum((said[k] or "unreadable") != reference[k]["label"] for k in of) / max(1, len(of))
+            row[f"wrong_{case}"] = sum((decided[k] or "unreadable") != reference[k]["label"] for k in of) / max(
+                1, len(of)
+            )
         rows.append(row)
     return rows
 

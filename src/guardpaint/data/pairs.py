@@ -9,7 +9,6 @@ OUT/pairs.jsonl has one row per pair; pictures and masks lie beside it as PNG.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +27,8 @@ from guardpaint.data.store import Corpus, Example
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
-from guardpaint.store.images import as_pixels, data_url, load_image, save_image
+from guardpaint.store.images import as_pixels, load_image, save_image
+from guardpaint.store.pages import render
 from guardpaint.store.progress import track
 from guardpaint.store.rows import append_rows, read_rows
 from guardpaint.types import SAFE, Auditor
@@ -116,14 +116,14 @@ def painter(pipe: Any, steps: int = 30, guidance: float = 7.5) -> Paint:
         size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
         hole = picture_of(mask)
         call = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
-        made = pipe(
+        painted = pipe(
             prompt,
             image=image.resize((size, size)),
             mask_image=hole.resize((size, size)),
             generator=torch.Generator().manual_seed(seed),
             **call,
         ).images[0]
-        return Image.composite(made.resize(image.size), image.convert("RGB"), hole)
+        return Image.composite(painted.resize(image.size), image.convert("RGB"), hole)
 
     return paint
 
@@ -238,18 +238,18 @@ def corpus_pair(
 def review_page(out: Path) -> Path:
     """One offline page: source, mask and target side by side; J accepts, F refuses, the button saves approvals.json."""
     store = PairStore(out)
-    cards = []
-    for pair in store.rows():
-        if pair.approved is not None:
-            continue
-        shown = "".join(f'<img alt="{w}" src="{data_url(store.picture(n))}">' for w, n in columns(pair))
-        cards.append(
-            f'<section data-key="{html.escape(pair.key)}" tabindex="0">{shown}<p><b>{html.escape(pair.category)}</b> '
-            f"{html.escape(pair.safe_prompt)}</p></section>"
-        )
-    page = PAGE.replace("CARDS", "\n".join(cards) or "<p>Nothing waits for a decision.</p>")
+    cards = [
+        {
+            "key": pair.key,
+            "category": pair.category,
+            "safe_prompt": pair.safe_prompt,
+            "pictures": [(column, store.picture(name).convert("RGB")) for column, name in columns(pair)],
+        }
+        for pair in store.rows()
+        if pair.approved is None
+    ]
     path = out / "review.html"
-    path.write_text(page, encoding="utf-8")
+    path.write_text(render("review.html.j2", title="GuardPaint: review pairs", cards=cards), encoding="utf-8")
     return path
 
 
@@ -257,48 +257,22 @@ def columns(pair: Pair) -> list[tuple[str, str]]:
     return [("source", pair.source), ("mask", pair.mask), ("target", pair.target)]
 
 
-PAGE = """<!doctype html><meta charset="utf-8"><title>GuardPaint: review pairs</title>
-<style>
- :root{color-scheme:light dark} body{font:15px system-ui;margin:1rem auto;max-width:64rem}
- section{display:flex;gap:.5rem;align-items:center;padding:.5rem;border-left:6px solid gray;margin:.4rem 0}
- section:focus{outline:2px solid #4477aa} section.yes{border-color:#228833} section.no{border-color:#cc3311}
- img{width:160px;height:160px;object-fit:contain;image-rendering:pixelated}
- header{position:sticky;top:0;background:Canvas}
-</style>
-<header><h1>Is the right picture safe, whole and like the left one?</h1>
-<p>J accepts, F refuses, then the next one follows. <button id="save">Save approvals.json</button>
-<span id="n"></span></p></header>
-<main>CARDS</main>
-<script>
-const all=[...document.querySelectorAll('section')],said={};
-const tell=()=>document.getElementById('n').textContent=`${Object.keys(said).length} of ${all.length} decided`;
-all.forEach((s,i)=>s.addEventListener('keydown',e=>{
-  if(!'jf'.includes(e.key))return; said[s.dataset.key]=e.key==='j';
-  s.className=e.key==='j'?'yes':'no'; tell(); all[i+1]?.focus();}));
-document.getElementById('save').onclick=()=>{const a=document.createElement('a');
-  a.href=URL.createObjectURL(new Blob([JSON.stringify(said)],{type:'application/json'}));
-  a.download='approvals.json'; a.click();};
-all[0]?.focus(); tell();
-</script>
-"""
-
-
 def approve(out: Path, approvals: Path) -> int:
     """Write a person's decisions into the index; unknown keys are named and nothing is written."""
     store = PairStore(out)
     try:
-        said = json.loads(approvals.read_text(encoding="utf-8"))
-        good = isinstance(said, dict) and all(isinstance(v, bool) for v in said.values())
+        decisions = json.loads(approvals.read_text(encoding="utf-8"))
+        good = isinstance(decisions, dict) and all(isinstance(v, bool) for v in decisions.values())
     except (OSError, ValueError) as error:
         raise BadInput(f"{approvals}: cannot be read ({error})") from error
     if not good:
         raise BadInput(f"{approvals}: needs one true or false for each key, as the review page saves it")
     rows = {p.key: p for p in store.rows()}
-    unknown = sorted(set(said) - set(rows))
+    unknown = sorted(set(decisions) - set(rows))
     if unknown:
         raise BadInput(f"{approvals}: no pair {unknown[0]!r} in {out}")
-    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in said.items()])
-    return len(said)
+    store.append([Pair(**{**asdict(rows[k]), "approved": v, "why": "reviewed"}) for k, v in decisions.items()])
+    return len(decisions)
 
 
 def leaks(store: PairStore, near: int = 2) -> dict[str, list[str]]:

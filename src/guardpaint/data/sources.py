@@ -158,7 +158,7 @@ def ingest(
         if most is not None and seen["read"] >= most:
             continue
         batch: list[Example] = []
-        with bar(source.name, most, seen["read"], quiet) as advance:
+        with bar(source.name, most, quiet, seen["read"]) as advance:
             left = None if most is None else most - seen["read"]
             for row in islice(stream(source, seen["read"], open_dataset), left):
                 take(row, source, batch, known, seen)

@@ -19,15 +19,18 @@ from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
-from guardpaint.draft.families import FAMILIES
 from guardpaint.draft.views import PixelViews
 from guardpaint.errors import BadConfig, BadInput, NotFinite
-from guardpaint.loop.step import ImageGuard, check_audit
-from guardpaint.reinsert.rules import held_estimate
-from guardpaint.loop.verdict import Outcome, conclude, from_pil, placeholder
-from guardpaint.loop.report import GuardReport
-from guardpaint.loop.call import Hold, account, made_of
 from guardpaint.guard import GuardPaint
+from guardpaint.loop.call import Hold, ImageState
+from guardpaint.loop.pictures import placeholder
+from guardpaint.loop.recorder import Recorder
+from guardpaint.loop.release import components, report_of
+from guardpaint.loop.report import GuardReport, Status
+from guardpaint.loop.step import StepContext, run_step
+from guardpaint.loop.verdict import Decision, conclude, failed
+from guardpaint.reinsert.rules import held_estimate
+from guardpaint.store.images import from_pil
 from guardpaint.types import Draft, Level
 
 Codec = Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b d u v"]]
@@ -55,7 +58,7 @@ class Session:
     seed: int
     flow: bool
     """Whether σ is a share of noise (flow matching) or a standard deviation over clean latents."""
-    guards: list[ImageGuard] = field(default_factory=list)
+    images: list[ImageState] = field(default_factory=list)
     holds: dict[int, Hold] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)
     audited: set[int] = field(default_factory=set)
@@ -93,14 +96,15 @@ class Session:
     def turn(self, step: int, count: int, sigmas: Tensor | None) -> None:
         """Step 0, other sigmas or another batch begin another picture; samplers may look twice at a step."""
         same = self.sigmas is not None and sigmas is not None and torch.equal(self.sigmas, sigmas)
-        if step == 0 or not same or len(self.guards) != count:
-            family = FAMILIES[0]
+        if step == 0 or not same or len(self.images) != count:
             self.forget()
-            self.guards = [ImageGuard(self.guard.parts, family, self.prompt, self.seed, i) for i in range(count)]
+            config = self.guard.config
+            recorders = [Recorder(config.retain_evidence, config.timeout_s) for _ in range(count)]
+            self.images = [ImageState(self.prompt, self.seed, i, r) for i, r in enumerate(recorders)]
             self.sigmas = sigmas
 
     def forget(self) -> None:
-        self.guards, self.holds, self.drafts, self.audited = [], {}, [], set()
+        self.images, self.holds, self.drafts, self.audited = [], {}, [], set()
         self.sigmas, self.steps, self.began = None, 0, time.perf_counter()
 
     def held(self, x0: Tensor) -> Tensor:
@@ -118,81 +122,88 @@ class Session:
         shown = self.held(x0).float()
         pictures = self.decode(shown).float().clamp(0, 1).cpu()
         self.drafts = []
-        for i, (guard, picture) in enumerate(zip(self.guards, pictures, strict=True)):
+        for i, (image, picture) in enumerate(zip(self.images, pictures, strict=True)):
             z, x = sample[i].float().cpu(), shown[i].cpu()
             eps = (z - before.signal * x) / max(before.sigma, 1e-6)
             draft = Draft(step, steps, x * after.signal + eps * after.sigma, x, eps, before, after, None)  # type: ignore[arg-type]
             self.drafts.append(draft)
-            views = StepViews(picture, before.noise)
-            record = guard.open(draft, views)
-            first = guard.audit(views.at(guard.first_pass(draft.progress))[None], views.noise, record)[0]
-            check_audit(first, guard.parts.policy.names)
-            guard.keep(step, "view", 0, picture, first.adv_map)
-            found, finding = guard.confirm(views, first, record)
-            if finding is None or guard.parts.config.mode == "monitor":
-                continue
-            won = guard.repair(draft, views, found, finding, record)
-            if won is None:
-                continue
-            z0 = self.encode(won.view[None])[0].float().cpu()
-            size = (int(x.shape[-2]), int(x.shape[-1]))
-            weight = latent_mask(won.mask, size).expand_as(x) * guard.parts.config.hold
-            if i in self.holds:
-                weight = torch.maximum(weight, self.holds[i].weight)
-            if z0.shape != x.shape or not torch.isfinite(z0).all():
-                raise NotFinite(f"the VAE made {tuple(z0.shape)} of a repair; finite {tuple(x.shape)} was expected")
-            self.holds[i] = Hold(z0, weight)
-            guard.edited = True
-            record.cost["reinserts"] += 1
-            record.reinsertion = {"rule": "held_substitution", "asked": "held_substitution", "note": "post-CFG"}
+            context = self.context(image, draft, StepViews(picture, before.noise), image.edited)
+            first = context.look(context.views.at(self.guard.parts.first_size(draft.progress))[None])[0]
+            context.writer.picture("view", 0, picture, first.adv_map)
+            won = run_step(context, first).repair
+            if won is not None:
+                self.hold(i, won.view, won.mask, x)
+                image.edited = True
+                how = {"rule": "held_substitution", "asked": "held_substitution", "note": "post-CFG"}
+                context.writer.reinserted(how)
+
+    def hold(self, i: int, view: Float[Tensor, "3 h w"], mask: Float[Tensor, "h w"], x: Tensor) -> None:
+        """Keep x̂0 at an accepted repair from this step on."""
+        z0 = self.encode(view[None])[0].float().cpu()
+        weight = latent_mask(mask, (int(x.shape[-2]), int(x.shape[-1]))).expand_as(x) * self.guard.config.hold
+        if i in self.holds:
+            weight = torch.maximum(weight, self.holds[i].weight)
+        if z0.shape != x.shape or not torch.isfinite(z0).all():
+            raise NotFinite(f"the VAE made {tuple(z0.shape)} of a repair; finite {tuple(x.shape)} was expected")
+        self.holds[i] = Hold(z0, weight)
+
+    def context(self, image: ImageState, draft: Draft | None, views: PixelViews, edited: bool) -> StepContext:
+        writer = image.recorder.open(draft, views.kind, views.noise)
+        return StepContext(self.guard.parts, draft, views, image.prompt, image.seed, image.index, edited, writer)
 
     @torch.no_grad()
     def release(self, images: Float[Tensor, "b h w 3"]) -> tuple[Float[Tensor, "b h w 3"], list[GuardReport]]:
         """The final verdict on decoded pictures, at both sizes; a withheld one is a plain card.
 
         Which run a picture comes from is not known here (ComfyUI keeps what it sampled before, and one model may go to
-        two samplers), so none is taken for unedited.
+        two samplers), so every picture is audited like an edited one.
         """
-        known = len(self.guards) == len(images)
+        known = len(self.images) == len(images)
         if not known:
             self.turn(0, len(images), None)
         out = images.clone()
         reports = []
-        for i, guard in enumerate(self.guards):
+        for i, image in enumerate(self.images):
             draft = self.drafts[i] if i < len(self.drafts) else None
-            picture = images[i].float().cpu().permute(2, 0, 1)
-            repaired, guard.edited = guard.edited, True
-            try:
-                if guard.parts.config.mode == "off":
-                    outcome = Outcome("unguarded")
-                else:
-                    outcome = conclude(guard, picture, draft, repair_here=draft is not None)
-                if outcome.status == "repaired" and outcome.image is None and not repaired:
-                    outcome = Outcome("clean")
-            except Exception as error:
-                guard.errors.append(f"{type(error).__name__}: {error}")
-                outcome = Outcome("blocked" if guard.parts.config.mode == "enforce" else "released_flagged")
-            shown = outcome.image
-            if outcome.status == "blocked":
+            decision = self.decide(image, images[i].float().cpu().permute(2, 0, 1), draft)
+            shown = None if decision.repair is None else decision.repair.view
+            if decision.status is Status.BLOCKED:
                 shown = from_pil(placeholder(int(images.shape[2]), int(images.shape[1])))
             if shown is not None:
                 out[i] = shown.permute(1, 2, 0).to(out)
-            reports.append(self.report(i, guard, outcome.status, known))
+            reports.append(self.report(i, image, decision.status, known))
         if self.guard.audit_log is not None:
             self.guard.audit_log.append([r.to_dict() for r in reports])
         self.forget()
         return out, reports
 
-    def report(self, i: int, guard: ImageGuard, status: str, known: bool) -> GuardReport:
+    def decide(self, image: ImageState, picture: Float[Tensor, "3 h w"], draft: Draft | None) -> Decision:
+        """The decision about one picture; whatever breaks, it fails closed."""
+        mode = self.guard.config.mode
+        if mode == "off":
+            return Decision(Status.UNGUARDED)
+        try:
+            context = self.context(image, draft, PixelViews(picture), edited=True)
+            decision = conclude(context, picture, image.edited, repair_here=draft is not None)
+            image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
+            if decision.repair is not None:
+                context.writer.composed()
+            return decision
+        except Exception as error:
+            image.errors.append(f"{type(error).__name__}: {error}")
+            return failed(mode)
+
+    def report(self, i: int, image: ImageState, status: Status, known: bool) -> GuardReport:
+        parts = self.guard.parts
         skipped = []
         if not known:
             skipped.append({"what": "steps", "why": "no sampling run under this guard has these pictures"})
-        elif not self.audited and guard.parts.config.mode != "off":
+        elif not self.audited and parts.config.mode != "off":
             skipped.append({"what": "steps", "why": "the sampler visited no step that was to be audited"})
-        if guard.prompt is None:
+        if image.prompt is None:
             skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
-        posture = {
-            **made_of(guard.parts),
+        settings = {
+            **components(parts),
             "on_error": "raise",
             "view_decoder": "full",
             "scheduler": "ComfyUI",
@@ -203,7 +214,7 @@ class Session:
             "skipped": skipped,
         }
         names = (secrets.token_hex(8), "ComfyUI", "comfyui")
-        return account(guard, i, status, names, posture, time.perf_counter() - self.began)
+        return report_of(parts, names, i, image, status, settings, time.perf_counter() - self.began)
 
 
 def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> tuple[Any, Session]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from guardpaint.store.checkpoint import write_atomic
 from guardpaint.errors import AuditLogError, BadInput
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.types import JsonDict
 from guardpaint.verify.utility import GateRules, gates, utility, winner
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from guardpaint.errors import GuardTimeout
 from guardpaint.loop.pictures import blurred_thumbnail
-from guardpaint.loop.report import AuditRecord, Evidence, FinalRecord, StepRecord
+from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.report import AuditRecord, FinalRecord, StepRecord
 from guardpaint.policy import Finding
 from guardpaint.store.images import to_pil
 from guardpaint.types import Audit, Draft, JsonDict

@@ -82,9 +82,7 @@ def finite(draft: Draft) -> bool:
     return bool(torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())
 
 
-def picture_of(
-    call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None
-) -> Float[Tensor, "3 h w"]:
+def picture_of(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None) -> Float[Tensor, "3 h w"]:
     """One output image as fp32 RGB in [0, 1]."""
     if output_type == "pil":
         return from_pil(images[i])

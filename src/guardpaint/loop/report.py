@@ -10,9 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from guardpaint.errors import BadInput
+from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.report_page import render
 from guardpaint.store.checkpoint import write_atomic
 from guardpaint.types import JsonDict
 from guardpaint.verify.tournament import TournamentRecord
@@ -93,19 +93,6 @@ class FinalRecord:
 
 
 @dataclass
-class Evidence:
-    """A picture of the process; blurred unless the guard retains evidence."""
-
-    step: int
-    kind: str
-    index: int
-    image: Image.Image
-    blurred: bool
-    heat: Any = None
-    """The heat map behind a control, [h, w] in [0, 1]."""
-
-
-@dataclass
 class GuardReport:
     """One per image. `to_dict` follows assets/report.schema.json."""
 
@@ -124,9 +111,7 @@ class GuardReport:
     """What ran, on which steps, what was skipped and why."""
     errors: list[str]
     seconds: float
-    created: str = field(
-        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    )
+    created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"))
     version: int = VERSION
     evidence: list[Evidence] = field(default_factory=list, repr=False)
 
@@ -162,8 +147,6 @@ class GuardReport:
 
     def to_html(self) -> str:
         """A self-contained page: trajectory strip, heat map, candidates with the winner framed."""
-        from guardpaint.loop.report_page import render
-
         return render(self.to_dict(), self.evidence)
 
 
@@ -197,3 +180,8 @@ def load_report(path: str | Path) -> JsonDict:
     if not isinstance(data, dict) or "request_id" not in data or data.get("version") not in (1, VERSION):
         raise BadInput(f"{path}: not a GuardPaint report of version 1 or {VERSION}")
     return upgraded(data)
+
+
+def report_schema() -> JsonDict:
+    """The published JSON schema of a report."""
+    return json.loads((Path(__file__).parents[1] / "assets" / "report.schema.json").read_text(encoding="utf-8"))

@@ -172,9 +172,7 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
     return StepResult(finding, union(regions).mask, accepted)
 
 
-def unsafe_regions(
-    context: StepContext, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]
-) -> list[Region]:
+def unsafe_regions(context: StepContext, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]) -> list[Region]:
     """Unsafe regions of a view, from the heat map that the configuration asks for."""
     config = context.parts.config
     heat = audit.adv_map if config.heat_map == "adv" else audit.class_maps[finding.category]

@@ -20,15 +20,15 @@ from PIL import Image
 
 from guardpaint import __version__
 from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
-from guardpaint.store.images import load_bytes
-from guardpaint.policy import Policy
 from guardpaint.loop.report import GuardReport, StepRecord
 from guardpaint.loop.report_page import render
+from guardpaint.policy import Policy
 from guardpaint.serve.disclosure import heat_url, png, shown_to, told
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
 from guardpaint.serve.service import FAILED, VIOLATION, Service, ending, mapped, refused, withheld
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Done, Job
+from guardpaint.store.images import load_bytes
 
 log = logging.getLogger("guardpaint.serve")
 PAGE = Path(__file__).parent / "page.html"

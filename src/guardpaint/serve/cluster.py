@@ -15,10 +15,10 @@ from typing import Any
 
 from PIL import Image
 
-from guardpaint.loop.audit_log import AuditLog, read_entries
 from guardpaint.errors import BadConfig, GuardPaintError
-from guardpaint.policy import Policy
+from guardpaint.loop.audit_log import AuditLog, read_entries
 from guardpaint.loop.report import GuardReport
+from guardpaint.policy import Policy
 from guardpaint.serve.app import create_app
 from guardpaint.serve.disclosure import audited
 from guardpaint.serve.schemas import AuditResponse

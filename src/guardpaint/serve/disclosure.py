@@ -11,11 +11,12 @@ from PIL import Image
 
 from guardpaint.audit.gradcam import overlay
 from guardpaint.audit.regions import mine
-from guardpaint.loop.verdict import from_pil, to_pil
-from guardpaint.loop.report import Evidence, GuardReport
+from guardpaint.guard import GuardPaint
+from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.report import GuardReport
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.settings import Key
-from guardpaint.guard import GuardPaint
+from guardpaint.store.images import from_pil, to_pil
 from guardpaint.types import JsonDict
 
 NUMBERS = re.compile(r"\s*\(?\d*\.\d+\)?(?:\s*≥\s*\d*\.\d+)?")

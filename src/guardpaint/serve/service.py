@@ -14,8 +14,8 @@ from fastapi import HTTPException
 from PIL import Image
 
 from guardpaint.errors import BadInput
-from guardpaint.policy import Policy
 from guardpaint.loop.report import GuardReport
+from guardpaint.policy import Policy
 from guardpaint.serve.disclosure import plain, png
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics

@@ -15,14 +15,15 @@ import uvicorn
 from PIL import Image
 from rich.console import Console
 
-from guardpaint.loop.audit_log import AuditLog, read_key
-from guardpaint.cli.generate import load_base, load_guard
+from guardpaint.bases import load_base, load_guard
 from guardpaint.errors import BadConfig
-from guardpaint.store.images import load_image
+from guardpaint.loop.audit_log import AuditLog, read_key
 from guardpaint.serve.app import create_app
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Settings, load_keys
 from guardpaint.serve.worker import Worker
+from guardpaint.store.images import load_image
+from guardpaint.testbed import KnownPictures, need, open_testbed
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -45,13 +46,10 @@ class Options:
 
 
 def known_bad(path: Path | None) -> Image.Image:
-    """The picture /ready must see caught: the user's own, or an undressed doll of the paper world."""
+    """The picture that /ready must see caught: the user's own, or one that the installed testbed knows to be unsafe."""
     if path is not None:
         return load_image(path).convert("RGB")
-    from paperdolls.render import render
-    from paperdolls.scene import sample_scene
-
-    return Image.fromarray(render(sample_scene(1, "nudity", "flat")).image)
+    return need(open_testbed(), KnownPictures, "serve without --self-test").known_bad()
 
 
 def limits(options: Options) -> Settings:
@@ -62,16 +60,17 @@ def limits(options: Options) -> Settings:
 
 def load_worker(options: Options, settings: Settings, err: Console | None = None, name: str | None = None) -> Worker:
     """Guard, log and base; a named worker is one of several and keeps a log of its own."""
+    console = err or Console(stderr=True)
     guard = load_guard(
         options.guard,
         options.policy,
-        err or Console(stderr=True),
+        lambda text: console.print(f"note: {text}", style="yellow", soft_wrap=True),
         options.base,
         retain_evidence=options.retain_evidence,
     )
     guard.audit_log = open_log(options, name)
-    pipe, call = load_base(options.base)
-    return Worker(guard, pipe, call, settings)
+    base = load_base(options.base)
+    return Worker(guard, base.pipe, dict(base.call), settings)
 
 
 def open_log(options: Options, name: str | None = None) -> AuditLog | None:

@@ -19,13 +19,14 @@ from PIL import Image
 from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, GuardPaintError
-from guardpaint.policy import Policy
-from guardpaint.loop.verdict import blurred_thumbnail, from_pil, to_pil
+from guardpaint.guard import GuardPaint
+from guardpaint.loop.pictures import blurred_thumbnail
 from guardpaint.loop.report import GuardReport, StepRecord
+from guardpaint.policy import Policy
 from guardpaint.serve.disclosure import audited
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.settings import Key, Settings
-from guardpaint.guard import GuardPaint
+from guardpaint.store.images import from_pil, to_pil
 
 log = logging.getLogger("guardpaint.serve")
 SHOWN = ("clean", "repaired", "blurred")
@@ -247,14 +248,14 @@ class Worker:
         finally:
             self.busy = 0
             self.batches += 1
-        for job, image, report in zip(batch, images, reports, strict=True):
-            tell(job, report)
-            settle(job, Done(image if report.status in self.shown else None, report))
-        if self.on_batch is not None:
+        if self.on_batch is not None:  # before the answers: who reads /metrics after an answer finds it counted
             try:
                 self.on_batch(batch, reports, time.monotonic() - began)
             except Exception:  # counting and tracing must never stop the worker
                 log.exception("accounting of a batch failed")
+        for job, image, report in zip(batch, images, reports, strict=True):
+            tell(job, report)
+            settle(job, Done(image if report.status in self.shown else None, report))
 
     def draw(self, guard: GuardPaint, batch: list[Job]) -> tuple[list[Image.Image], list[GuardReport]]:
         ask = batch[0].ask

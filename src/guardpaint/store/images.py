@@ -57,21 +57,24 @@ def load_bytes(data: bytes, name: str) -> Image.Image:
         raise BadInput(f"{name}: damaged or truncated image ({error})") from error
 
 
-def save_image(image: Image.Image, path: str | Path) -> None:
-    """PNG, whole or not at all."""
-    write_atomic(Path(path), png_bytes(image))
-
-
 def png_bytes(image: Image.Image) -> bytes:
-    """The picture as a PNG file in memory."""
+    """Return the picture as the bytes of a PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def data_url(image: Image.Image) -> str:
-    """The picture as a PNG inside an address that a page can show without another file."""
+def data_url(image: Image.Image, most: int | None = None) -> str:
+    """Return the picture as a PNG data URL, scaled down so that neither side is over `most` pixels."""
+    if most is not None:
+        image = image.copy()
+        image.thumbnail((most, most))
     return "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode()
+
+
+def save_image(image: Image.Image, path: str | Path) -> None:
+    """Write a PNG file, whole or not at all."""
+    write_atomic(Path(path), png_bytes(image))
 
 
 def as_pixels(images: Sequence[UInt8[np.ndarray, "h w 3"]]) -> Float[Tensor, "b 3 h w"]:

@@ -1,4 +1,4 @@
-"""Progress bars of long commands."""
+"""One progress bar for every long command."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 T = TypeVar("T")
 
 
 @contextmanager
-def bar(description: str, total: int | None, done: int = 0, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar while the block runs; yields a function that is told how many more are done. An unknown total is None."""
+def bar(description: str, total: int | None, quiet: bool = False, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error inside a with block; yields the function that advances it. `done` is where it starts."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=quiet) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
         task = progress.add_task(description, total=total, completed=done)
         yield lambda count: progress.advance(task, count)
 
 
 def track(items: Iterable[T], description: str, total: int | None = None, quiet: bool = False) -> Iterator[T]:
-    """The items, with a bar that counts them; the total is their length if they have one."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with bar(description, total, quiet=quiet) as advance:
+    """The items, with a bar that advances as they are used."""
+    known = len(items) if total is None and isinstance(items, Sized) else total
+    with bar(description, known, quiet) as advance:
         for item in items:
             yield item
             advance(1)

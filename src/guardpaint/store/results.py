@@ -1,4 +1,8 @@
-"""Measured results: docs/results/<component>.json beside its raw rows (SPEC §7). Written by commands only."""
+"""Measured results: docs/results/<component>.json beside its raw rows (SPEC §7). Written by commands only.
+
+A file in docs/results names the revision that was measured, so the commands that write there refuse a checkout with
+uncommitted changes. Result files do not count as changes, because one command after another writes them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from guardpaint.errors import BadInput
 from guardpaint.store.checkpoint import write_atomic, write_json
+
+RESULTS = "docs/results"
+SCRATCH = "runs"
+"""Folders of a checkout: published results, and what may be thrown away."""
 
 
 def metric(
@@ -48,8 +57,22 @@ def meets(value: float, goal: str) -> bool:
 
 
 def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int) -> None:
-    """The JSON, and its rows as gzipped CSV next to it (byte-stable: no timestamp in the archive)."""
+    """Write the JSON, and its rows as gzipped CSV next to it (byte-stable: no timestamp in the archive).
+
+    If the checkout was changed since the command started, the results go to runs/ instead and BadInput says so.
+    """
     path = Path(path)
+    try:
+        require_clean(path)
+    except BadInput as error:
+        spare = checkout_of(path) / SCRATCH / path.name
+        write_files(spare, metrics, rows, seed)
+        raise BadInput(f"{error} The measured results are kept in {spare}.") from error
+    write_files(path, metrics, rows, seed)
+
+
+def write_files(path: Path, metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int) -> None:
+    """Write both files, with the command, revision, seed and machine that produced them."""
     raw = path.with_suffix(".rows.csv.gz")
     text = io.StringIO()
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -70,6 +93,46 @@ def write_results(path: str | Path, metrics: Mapping[str, Any], rows: Sequence[M
     )
 
 
+def require_clean(path: str | Path) -> None:
+    """Raise BadInput if `path` lies in docs/results of a checkout with uncommitted changes.
+
+    Commands call it before they start to measure. A path anywhere else is always allowed.
+    """
+    path = Path(path).resolve()
+    root = checkout_of(path)
+    if not path.is_relative_to(root / RESULTS):
+        return
+    changed = changed_files(root)
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise BadInput(
+            f"{path}: not written, because the checkout has uncommitted changes ({', '.join(changed[:3])}{more}). "
+            f"Commit them first, or write outside {RESULTS}, for example to {SCRATCH}/{path.name}."
+        )
+
+
+def checkout_of(path: Path) -> Path:
+    """Return the root of the git checkout that `path` is or will be in; the nearest folder if there is none."""
+    folder = next(p for p in path.resolve().parents if p.is_dir())
+    root = git("rev-parse", "--show-toplevel", folder=folder)
+    return Path(root) if root else folder
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Return the tracked files of a checkout that differ from its last commit, without result files."""
+    changed = git("diff", "--name-only", "HEAD", "--", ":/", f":(top,exclude){RESULTS}", folder=folder)
+    return changed.splitlines()
+
+
+def git(*words: str, folder: Path) -> str:
+    """Return what a git command prints; nothing if it fails or there is no git."""
+    try:
+        result = subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=folder)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return result.stdout.strip()
+
+
 def command() -> str:
     """What was typed, as anybody could type it."""
     program, *rest = sys.argv
@@ -84,12 +147,10 @@ def relative(argument: str) -> str:
     return argument
 
 
-def git_revision() -> str:
-    try:
-        head = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip()
+def git_revision(folder: Path) -> str:
+    """Return the commit of a checkout, with -dirty if the code was changed since; "unknown" outside of git."""
+    head = git("describe", "--always", folder=folder)
+    return f"{head}-dirty" if head and changed_files(folder) else head or "unknown"
 
 
 def machine() -> dict[str, Any]:
@@ -104,5 +165,5 @@ def machine() -> dict[str, Any]:
     }
 
 
-REVISION = git_revision()
+REVISION = git_revision(Path.cwd())
 """Read when this module is loaded: the code that runs, not what the checkout has become by the end of a long run."""

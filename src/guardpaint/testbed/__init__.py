@@ -147,6 +147,15 @@ class Wordings(Protocol):
 
 
 @runtime_checkable
+class Showcase(Protocol):
+    """a few prompts for a demonstration"""
+
+    def benign_showcase(self) -> tuple[str, ...]: ...
+
+    def harmful_showcase(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
 class References(Protocol):
     """reference pictures to compare distributions with"""
 

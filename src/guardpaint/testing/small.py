@@ -16,9 +16,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.errors import BadInput
+from guardpaint.guard import GuardPaint
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.proposer import ProposerConfig, TournamentProposer
-from guardpaint.guard import GuardPaint
 
 PIXELS = 64
 TEXT_WIDTH = 32

@@ -158,12 +158,12 @@ def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> di
     return {name: torch.cat(v) for name, v in parts.items()}
 
 
-def macro_f1(said: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) -> float:
+def macro_f1(predicted: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) -> float:
     """Mean F1 over classes."""
     scores = []
     for c in range(classes):
-        hit = ((said == c) & (right == c)).sum().item()
-        wrong = ((said == c) != (right == c)).sum().item()
+        hit = ((predicted == c) & (right == c)).sum().item()
+        wrong = ((predicted == c) != (right == c)).sum().item()
         scores.append(2 * hit / max(1, 2 * hit + wrong))
     return sum(scores) / classes
 
@@ -285,9 +285,9 @@ def run(
     command += f" --set policy=POLICY ({policy.name})" if policy.names != Policy.default().names else ""
     best = read_json(out / "best.json") if (out / "best.json").exists() else None
     parameters = sum(p.numel() for p in fitted.parameters())
-    done = finished(out, config)
-    assert done is not None
-    write_card(out, command, done, warm, best=best, parameters=parameters, config=asdict(config))
+    note = finished(out, config)
+    assert note is not None
+    write_card(out, command, note, warm, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")
 
 
@@ -323,9 +323,9 @@ def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | No
     def validate(task: nn.Module) -> dict[str, float]:
         assert isinstance(task, AuditorTask)
         found = scored(task.auditor, late, task.auditor.sizes[0])
-        said = found["probs"].argmax(1)
-        score = macro_f1(said, late.category, len(weights))
-        return {"score": score, "accuracy": float((said == late.category).float().mean())}
+        predicted = found["probs"].argmax(1)
+        score = macro_f1(predicted, late.category, len(weights))
+        return {"score": score, "accuracy": float((predicted == late.category).float().mean())}
 
     fitted = fit(task, sampler.batch, lambda m, b: m(b), config, run, validate=validate)
     assert isinstance(fitted, AuditorTask)

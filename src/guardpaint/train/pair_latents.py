@@ -54,9 +54,9 @@ def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch:
         for name, value in encode_batch(store, rows[start : start + batch], pipe, policy, size).items():
             parts[name].append(value)
     path = store.root / f"latents-{split}.pt"
-    made = {name: torch.cat(values) for name, values in parts.items()}
+    tensors = {name: torch.cat(values) for name, values in parts.items()}
     note = {"vae": fingerprint(pipe.vae), "left_out": len(seen), "undecided": undecided}
-    write_tensors(path, {"note": note, **made})
+    write_tensors(path, {"note": note, **tensors})
     return path
 
 

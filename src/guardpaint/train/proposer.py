@@ -159,9 +159,13 @@ def live(
     seen = tournament.state
     drawn = model.sample(model.encode(seen), shape.candidates, generator(seed, "proposer"))
     knobs = tuple(denormalise(a, b) for a, b in zip(drawn.unclipped, drawn.buckets.tolist(), strict=True))
-    done = tournament.play(knobs, model.name)
-    cells = done.record.candidates
-    row: Row = {"progress": seen.progress, "control_S": done.record.control["S"], "control_F": done.record.control["F"]}
+    result = tournament.play(knobs, model.name)
+    cells = result.record.candidates
+    row: Row = {
+        "progress": seen.progress,
+        "control_S": result.record.control["S"],
+        "control_F": result.record.control["F"],
+    }
     row |= {name: [c.scores[name] for c in cells] for name in "SFPBQ"}
     return PlayedTournament(
         text=(seen.text_embed if seen.text_embed is not None else torch.zeros(model.config.text_dim))[None],
@@ -173,7 +177,7 @@ def live(
         buckets=drawn.buckets,
         behaviour=None,
         utility=torch.tensor(utilities(row, delta, shape.f_gate)),
-        embeds=torch.stack([a.image_embed for a in done.audits]),
+        embeds=torch.stack([a.image_embed for a in result.audits]),
         noise_seed=seed,
     )
 
@@ -215,13 +219,13 @@ def run(
     sitting = Run(config_file, out, minutes, quiet)
     fitted = fit(model, batches, losses, config, sitting)
     assert isinstance(fitted, TournamentProposer)
-    done = finished(out, config)
-    if done is None:
+    note = finished(out, config)
+    if note is None:
         return
     fitted.save_pretrained(out / "model", torch.float16)
     command = sitting.command("proposer", rollouts=rollouts, guard=guard)
     count = sum(p.numel() for p in fitted.parameters())
-    write_card(out, command, done, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
+    write_card(out, command, note, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
     print(f"saved to {out / 'model'}; {last_values(out)}")
 
 

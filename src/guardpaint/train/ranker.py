@@ -56,10 +56,10 @@ def run(config_file: Path, rollouts: Path, out: Path, minutes: float | None, qui
     sitting = Run(config_file, out, minutes, quiet)
     fitted = fit(model, batches, losses, config, sitting)
     assert isinstance(fitted, Ranker)
-    done = finished(out, config)
-    if done is None:
+    note = finished(out, config)
+    if note is None:
         return
     fitted.save_pretrained(out / "model", torch.float16)
     command = sitting.command("ranker", rollouts=rollouts)
-    write_card(out, command, done, tournaments=len(early), parameters=sum(p.numel() for p in fitted.parameters()))
+    write_card(out, command, note, tournaments=len(early), parameters=sum(p.numel() for p in fitted.parameters()))
     print(f"saved to {out / 'model'}")

@@ -242,7 +242,7 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
     tournament = tournament_of(state, parts)
     knobs, unit, buckets, log_prob = actions(proposer, tournament, n)
     began = time.perf_counter()
-    done = tournament.play(knobs, proposer.name)
+    result = tournament.play(knobs, proposer.name)
     seconds = time.perf_counter() - began
     early = tournament.early(knobs)[0] if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
     seen = tournament.state
@@ -259,24 +259,24 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
         "image": seen.image_embed.tolist(),
         "latent": F.adaptive_avg_pool2d(seen.latent[None], POOL).flatten().tolist(),
         "channels": int(seen.latent.shape[0]),
-        "control_S": done.record.control["S"],
-        "control_F": done.record.control["F"],
+        "control_S": result.record.control["S"],
+        "control_F": result.record.control["F"],
         "null_change": null_change(tournament),
         "seconds": seconds,
-        "winner": -1 if done.record.winner is None else done.record.winner,
+        "winner": -1 if result.record.winner is None else result.record.winner,
     }
-    cells = [c.scores for c in done.record.candidates]
+    cells = [c.scores for c in result.record.candidates]
     row |= {name: [c[name] for c in cells] for name in "SFPBQ"}
     row |= {
-        "utility": [c.utility for c in done.record.candidates],
+        "utility": [c.utility for c in result.record.candidates],
         "depth": [k.depth for k in knobs],
         "unclipped": unit.flatten().tolist(),
         "bucket": buckets.tolist(),
         "log_prob": log_prob.tolist(),
-        "embeds": torch.stack([a.image_embed for a in done.audits]).flatten().tolist(),
+        "embeds": torch.stack([a.image_embed for a in result.audits]).flatten().tolist(),
         "early": early.flatten().tolist(),
     }
-    return row, done
+    return row, result
 
 
 def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: int, path: Path) -> int:
@@ -286,13 +286,13 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
 
     path.mkdir(parents=True, exist_ok=True)
     made_by = maker(guard, proposer, n)
-    parts_done = sorted(path.glob(f"{proposer.name}-{made_by}-*.parquet"))
-    done = {
+    files = sorted(path.glob(f"{proposer.name}-{made_by}-*.parquet"))
+    played = {
         (r["base"], r["prompt"], r["seed"])
-        for p in parts_done
+        for p in files
         for r in pq.read_table(p, columns=["base", "prompt", "seed"]).to_pylist()
     }
-    todo = [s for s in states if (s.base, s.prompt, s.seed) not in done]
+    todo = [s for s in states if (s.base, s.prompt, s.seed) not in played]
     rows: list[dict[str, Any]] = []
     for k, state in enumerate(track(todo, f"{proposer.name} tournaments")):
         rows.append(play(state, guard.parts, proposer, n)[0])

@@ -32,9 +32,7 @@ class Parts:
     observer: Callable[[Any], None] | None = None
     """Is given every `Tournament` before it is played; what it raises fails the image closed."""
 
-    def audit(
-        self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float
-    ) -> list[Audit]:
+    def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One auditor pass. A score that is missing or not a number is an error, never a pass."""
         audits = self.auditor.audit(images, prompts, noise)
         for audit in audits:

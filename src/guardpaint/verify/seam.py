@@ -11,8 +11,8 @@ from scipy import ndimage
 from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.store.checkpoint import read_tensors
 from guardpaint.errors import BadCheckpoint
+from guardpaint.store.checkpoint import read_tensors
 from guardpaint.types import SeamMetric
 
 KAPPA = 5.0

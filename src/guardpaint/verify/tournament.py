@@ -138,7 +138,7 @@ class Tournament:
         return compose(self.control, resize(painted, size), request.masks)
 
     def early(self, knobs: tuple[Knobs, ...]) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n c u v"]]:
-        """What the ranker sees of every candidate after one denoising step (preview scores, knobs, the state's numbers),
+        """What the ranker sees of every candidate after one denoising step (preview scores, knobs, the state),
         and the latents from which painting continues."""
         repairer = self.parts.repairer
         assert isinstance(repairer, Previewer)

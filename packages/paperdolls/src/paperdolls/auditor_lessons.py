@@ -45,16 +45,16 @@ UNSEEN_CYCLE = (
 
 def unseen_scenes(first: int, count: int) -> list[Scene]:
     """Scenes by seed, unsafe ones followed by twins that differ from them by what makes them unsafe alone."""
-    made = []
+    scenes = []
     for seed in range(first, first + count):
         turn, place = divmod(seed, len(UNSEEN_CYCLE))
         kind, shown = UNSEEN_CYCLE[place]
         if kind == "hard":
-            made.append(sample_scene(seed, HARD_NEGATIVES[(2 * turn + place // 9) % len(HARD_NEGATIVES)]))
+            scenes.append(sample_scene(seed, HARD_NEGATIVES[(2 * turn + place // 9) % len(HARD_NEGATIVES)]))
         else:
             scene = sample_scene(turn if kind in ("nudity", "splash", "blade") and place < 8 else seed, kind)
-            made.append(scene if shown is None else twin(scene, shown))
-    return made
+            scenes.append(scene if shown is None else twin(scene, shown))
+    return scenes
 
 
 def twin(scene: Scene, kind: str) -> Scene:

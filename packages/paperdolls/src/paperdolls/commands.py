@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from guardpaint.cli.evaluate import say_metrics
+from guardpaint.cli.evaluate import ResultsFile, say_metrics
 
 Pictures = Annotated[
     Path | None,
@@ -48,13 +48,14 @@ def world_measure(
         list[str] | None,
         typer.Option(help="Measure only this: oracle, render, time, vae4, vae16, a base, eye-BASE. May be repeated."),
     ] = None,
-    results: Annotated[Path, typer.Option(help="Results file; rows of other parts in it are kept.")] = Path(
-        "docs/results/world.json"
-    ),
+    results: ResultsFile = Path("docs/results/world.json"),
     count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
     pictures: Pictures = None,
 ) -> None:
-    """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size."""
+    """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size.
+
+    Rows of other parts in the results file are kept.
+    """
     from paperdolls import measure as world
 
     say_metrics(world.run(part or [], results, count, pictures))

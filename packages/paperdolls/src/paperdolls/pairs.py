@@ -82,12 +82,12 @@ def make_pairs(
     have = store.keys()
     todo = [(s, scene) for s, scene in balanced_scenes(split, count, safe) if f"world-{s}" not in have]
     config = GuardConfig(mask_threshold="calibrated") if config is None else config
-    made: list[Pair] = []
+    batch: list[Pair] = []
     for k, (seed, scene) in enumerate(track(todo, f"pairs {split}")):
-        made.append(scene_pair(store, split, seed, scene, auditor, config))
-        if len(made) == 100 or k == len(todo) - 1:
-            store.append(made)
-            made = []
+        batch.append(scene_pair(store, split, seed, scene, auditor, config))
+        if len(batch) == 100 or k == len(todo) - 1:
+            store.append(batch)
+            batch = []
     return len(todo)
 
 

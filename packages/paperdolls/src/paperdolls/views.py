@@ -196,15 +196,15 @@ def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
 
 
 def labels(
-    asked: Int[Tensor, " b"], said: Int[Tensor, " b"], where: Bool[Tensor, "b h w"], harm: Float[Tensor, " b"]
+    requested: Int[Tensor, " b"], judged: Int[Tensor, " b"], where: Bool[Tensor, "b h w"], harm: Float[Tensor, " b"]
 ) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Bool[Tensor, " b"]]:
     """Category and unsafe pixels of generated pictures, and whether prompt and judge agree on them.
 
     A base draws harm that nobody asked for less often than an auditor takes something harmless for harm. So a picture
     of a harmless prompt counts as harmless unless the judge is sure of harm.
     """
-    known = torch.where(asked == 0, harm < SURE, (said == asked) & where.flatten(1).any(1))
-    return asked, where & (asked != 0).view(-1, 1, 1), known
+    known = torch.where(requested == 0, harm < SURE, (judged == requested) & where.flatten(1).any(1))
+    return requested, where & (requested != 0).view(-1, 1, 1), known
 
 
 def audited(auditor: Any) -> Judge:
@@ -244,13 +244,13 @@ def make_views(
     if name not in NAMES:
         raise BadInput(f"base {name!r}: views of this world are made with one of {', '.join(NAMES)}")
     path = out / f"{name}-{split}.pt"
-    made: list[Views] = [load_views(path)] if path.exists() else []
+    parts: list[Views] = [load_views(path)] if path.exists() else []
     found = load_base(name)
     base = ViewedBase(found.pipe, dict(found.call), tiny)
     channels = int(base.pipe.vae.config.latent_channels)
     if tiny is not None and int(tiny.config.latent_channels) != channels:
         raise BadInput(f"{name} has latents of {channels} channels, the tiny decoder of {tiny.config.latent_channels}")
-    if not made and not any(counts.values()):
+    if not parts and not any(counts.values()):
         raise BadInput(f"no views of {name} are asked for: give --count, --redrawn or --trajectories")
     if counts.get("trajectories") and judge is None:
         raise BadInput("trajectories are labelled by an auditor trained on finished pictures: name it with --judge")
@@ -269,17 +269,17 @@ def make_views(
         ("trajectories", "generated", TRAJECTORIES_FROM, whole),
     ]
     for what, kind, offset, make in todo:
-        have = batches_of(made, KINDS.index(kind), first + offset, batch)
+        have = batches_of(parts, KINDS.index(kind), first + offset, batch)
         for k in track(range(have, -(-counts.get(what, 0) // batch)), f"{name} {split} {what}"):
             with torch.no_grad():
-                made.append(make([first + offset + k * batch + i for i in range(batch)]))
+                parts.append(make([first + offset + k * batch + i for i in range(batch)]))
             if k % 20 == 19:
-                made = [store(made, path)]
-    store(made, path)
+                parts = [store(parts, path)]
+    store(parts, path)
     return path
 
 
-def batches_of(made: list[Views], kind: int, first: int, batch: int) -> int:
+def batches_of(parts: list[Views], kind: int, first: int, batch: int) -> int:
     """How many whole batches of seeds were used before, including pictures that were dropped."""
-    used = [int(v.seeds[v.kind == kind].max()) - first + 1 for v in made if bool((v.kind == kind).any())]
+    used = [int(v.seeds[v.kind == kind].max()) - first + 1 for v in parts if bool((v.kind == kind).any())]
     return -(-max(used, default=0) // batch)

@@ -12,14 +12,14 @@ import torch
 from helpers import bright_guard, call
 
 import guardpaint
-from guardpaint.testing import small
-from guardpaint.cli.generate import report_schema
+from guardpaint.loop.report import report_schema
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.policy import Policy
-from guardpaint.loop.verdict import from_pil
-from guardpaint.repair.knobs import FixedProposer
-from guardpaint.loop.report import load_report
 from guardpaint.guard import GuardPaint
+from guardpaint.loop.report import load_report
+from guardpaint.policy import Policy
+from guardpaint.repair.knobs import FixedProposer
+from guardpaint.store.images import from_pil
+from guardpaint.testing import small
 from guardpaint.types import Knobs
 
 
@@ -134,7 +134,7 @@ def test_views_through_the_tiny_decoder_at_audit_size(pipe, family):
         finally:
             del pipe.vae.decode
         counts[name] = len(calls)
-        assert out.safety[0].status == "clean" and out.safety[0].posture["view_decoder"] == name
+        assert out.safety[0].status == "clean" and out.safety[0].effective_settings["view_decoder"] == name
     assert counts == {"tiny": 1, "full": 2}
 
 

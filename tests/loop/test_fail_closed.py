@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers import bright_guard, call
 
-from guardpaint.testing import small
-from guardpaint.loop.audit_log import AuditLog, verify_log
-from guardpaint.testing.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
 from guardpaint.errors import AuditLogError, NotFinite
-from guardpaint.policy import Policy
 from guardpaint.guard import GuardPaint
+from guardpaint.loop.audit_log import AuditLog, verify_log
+from guardpaint.policy import Policy
+from guardpaint.testing import small
+from guardpaint.testing.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
 KEEP = replace(Policy.default(), last_resort=("keep",))
@@ -162,14 +162,14 @@ def test_monitor_changes_nothing_and_says_so(pipe):
     out = call(bright_guard(mode="monitor").attach(pipe))
     assert torch.equal(plain, out.images)
     assert out.safety[0].status == "released_flagged" and out.safety[0].triggered
-    assert any(s["what"] == "repair" and "monitor" in s["why"] for s in out.safety[0].posture["skipped"])
+    assert any(s["what"] == "repair" and "monitor" in s["why"] for s in out.safety[0].effective_settings["skipped"])
     assert not any(s.tournaments for s in out.safety[0].steps)
 
 
 def test_off_does_nothing_and_says_so(sd_pipe):
     out = call(GuardPaint(Raises(), PaintsFlat()).configured(mode="off").attach(sd_pipe))
     assert torch.equal(call(sd_pipe).images, out.images)
-    assert out.safety[0].status == "unguarded" and out.safety[0].posture["mode"] == "off"
+    assert out.safety[0].status == "unguarded" and out.safety[0].effective_settings["mode"] == "off"
 
 
 def test_an_unwritable_log_blocks(tmp_path, sd_pipe):
@@ -233,7 +233,7 @@ def test_strange_prompts(sd_pipe, prompt):
 
 
 def test_not_finite_is_named():
-    from guardpaint.loop.step import check_audit
+    from guardpaint.verify.parts import check_audit
 
     audit = AlwaysSafe().audit(torch.zeros(1, 3, 8, 8), ["a"], 0.0)[0]
     with pytest.raises(NotFinite, match="inf"):

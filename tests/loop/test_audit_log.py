@@ -7,8 +7,8 @@ import json
 import pytest
 from helpers import bright_guard, call
 
-from guardpaint.loop.audit_log import AuditLog, read_entries, replay, verify_log
 from guardpaint.errors import AuditLogError
+from guardpaint.loop.audit_log import AuditLog, read_entries, replay, verify_log
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_prompts_are_hashed_unless_asked_for(written):
     path, _ = written
     assert b"secret prompt" not in path.read_bytes()
     report = read_entries(path)[0][1]["report"]
-    assert len(report["prompt_sha256"]) == 64 and report["posture"]["audited_steps"]
+    assert len(report["prompt_sha256"]) == 64 and report["effective_settings"]["audited_steps"]
 
 
 def test_replay_recomputes_every_decision(written):

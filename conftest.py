@@ -41,7 +41,7 @@ def sd_pipe():
 @pytest.fixture
 def weights() -> Path:
     """The real TAESD and LPIPS weights, where they are."""
-    root = Path(os.environ.get("GUARDPAINT_WEIGHTS", Path(__file__).parents[2] / "shared" / "weights"))
+    root = Path(os.environ.get("GUARDPAINT_WEIGHTS", Path(__file__).parents[1] / "shared" / "weights"))
     if not (root / "taesd" / "config.json").exists():
         pytest.skip(f"no real weights at {root}; set GUARDPAINT_WEIGHTS to run this test")
     return root

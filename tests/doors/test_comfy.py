@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import guardpaint
-from guardpaint.testing import small
 from guardpaint.doors.comfy import guarded
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
 from guardpaint.draft.codec import vae_decode, vae_encode
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
 
-NODES = Path(__file__).parents[1] / "integrations" / "comfyui" / "__init__.py"
+NODES = Path(__file__).parents[2] / "integrations" / "comfyui" / "__init__.py"
 CPU = torch.device("cpu")
 
 
@@ -105,7 +105,7 @@ def test_a_calm_picture_is_the_models_own():
     images = vae.decode(clean * 2)
     out, reports = session.release(images)
     assert torch.equal(out, images) and [r.status for r in reports] == ["clean", "clean"]
-    assert [s.step for s in reports[0].steps] == [5, 6, 6] and reports[0].posture["audited_steps"] == [5, 6]
+    assert [s.step for s in reports[0].steps] == [5, 6, 6] and reports[0].effective_settings["audited_steps"] == [5, 6]
 
 
 def test_a_doubtful_picture_that_was_not_edited_is_the_models_own():
@@ -159,8 +159,8 @@ def test_failures_hand_out_nothing():
 def test_every_run_has_its_own_account():
     model, session, _, clean, noise, _ = setting(FlagsBright(gain=1.3), batch=1)
     first = model.sample(clean, SIGMAS, noise)
-    account = session.guards[0]
-    assert torch.equal(model.sample(clean, SIGMAS, noise), first) and session.guards[0] is not account
+    account = session.images[0]
+    assert torch.equal(model.sample(clean, SIGMAS, noise), first) and session.images[0] is not account
 
 
 def test_a_sampler_that_looks_twice_at_a_step_keeps_its_account():
@@ -170,9 +170,9 @@ def test_a_sampler_that_looks_twice_at_a_step_keeps_its_account():
     for i in (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6):
         args = {"denoised": clean, "input": clean + noise * SIGMAS[i], "sigma": SIGMAS[i : i + 1]}
         model.after[0]({**args, "model_options": options})
-        account = session.guards[0] if i == 0 else account
-    assert session.guards[0] is account and account.edited and session.holds
-    assert [r.step for r in account.records] == [5, 6]
+        account = session.images[0] if i == 0 else account
+    assert session.images[0] is account and account.edited and session.holds
+    assert [r.step for r in account.recorder.steps] == [5, 6]
 
 
 def test_pictures_of_no_known_run_are_judged_at_both_sizes():
@@ -180,7 +180,7 @@ def test_pictures_of_no_known_run_are_judged_at_both_sizes():
     _, session, vae, clean, _, _ = setting(AlwaysSafe(), batch=2)
     _, reports = session.release(vae.decode(clean * 2))
     assert reports[0].status == "clean" and [a.pixels for a in reports[0].final.audits] == [32, 64]
-    assert "no sampling run" in reports[0].posture["skipped"][0]["why"]
+    assert "no sampling run" in reports[0].effective_settings["skipped"][0]["why"]
 
 
 def test_off_means_off_and_native_repair_is_refused():

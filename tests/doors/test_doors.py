@@ -13,11 +13,11 @@ import torch
 from helpers import SIZE, bright_guard, call, captured, gen
 from PIL import Image
 
+from guardpaint.errors import BadInput, UnsupportedPipeline, UnsupportedScheduler
+from guardpaint.guard import GuardPaint
+from guardpaint.policy import Policy
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
-from guardpaint.errors import BadInput, UnsupportedPipeline, UnsupportedScheduler
-from guardpaint.policy import Policy
-from guardpaint.guard import GuardPaint
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
 
@@ -145,7 +145,7 @@ def test_embeddings_need_a_safety_prompt_to_be_repaired(sd_pipe):
     out = call(guard.attach(sd_pipe), None, **kwargs)
     assert out.safety[0].status == "blocked" and out.safety[0].prompt_sha256 is None
     assert any("safety_prompt" in n for s in out.safety[0].steps for n in s.notes)
-    assert any("F is unavailable" in s["why"] for s in out.safety[0].posture["skipped"])
+    assert any("F is unavailable" in s["why"] for s in out.safety[0].effective_settings["skipped"])
     told = call(guard.attach(sd_pipe), None, safety_prompt="a cat", **kwargs)
     assert any(s.tournaments for s in told.safety[0].steps)
 
@@ -184,8 +184,8 @@ def test_pndm_restarts_its_first_step_so_it_is_not_audited(sd_pipe):
     """PLMS goes back to the sample before its first step: an edit made there would be lost."""
     sd_pipe.scheduler = diffusers.PNDMScheduler.from_config(sd_pipe.scheduler.config, skip_prk_steps=True)
     report = call(bright_guard(audits=9, audit_start=0.0).attach(sd_pipe), steps=4).safety[0]
-    assert report.posture["audited_steps"] == [1, 2, 3, 4]
-    assert any("step 0 not audited" in s["why"] for s in report.posture["skipped"])
+    assert report.effective_settings["audited_steps"] == [1, 2, 3, 4]
+    assert any("step 0 not audited" in s["why"] for s in report.effective_settings["skipped"])
 
 
 def test_custom_timesteps_and_sigmas(sd_pipe):
@@ -239,8 +239,8 @@ def test_img2img_and_inpaint_variants(pipe, family, which):
     plain = run(target).images
     clean = run(safe().attach(target))
     assert torch.equal(plain, clean.images)
-    steps = clean.safety[0].posture["executed_steps"]
-    assert steps < 8 and clean.safety[0].posture["audited_steps"] == [steps - 2, steps - 1]
+    steps = clean.safety[0].effective_settings["executed_steps"]
+    assert steps < 8 and clean.safety[0].effective_settings["audited_steps"] == [steps - 2, steps - 1]
     edited = run(bright_guard(regions=1).attach(target))
     assert not edited.safety[0].errors and edited.safety[0].triggered
     assert edited.safety[0].steps[0].reinsertion
@@ -356,7 +356,7 @@ def test_a_stock_safety_checker_stays_in_place(sd_pipe):
     out = call(safe().attach(target), output_type="np")
     assert out.nsfw_content_detected == [True], "the stock checker's flag survives"
     assert not out.images.any()
-    assert any("safety_checker" in s["why"] for s in out.safety[0].posture["skipped"])
+    assert any("safety_checker" in s["why"] for s in out.safety[0].effective_settings["skipped"])
 
 
 def test_the_users_own_callback_sees_guarded_latents(sd_pipe):
@@ -415,7 +415,7 @@ def test_watch_guards_the_callers_own_object(pipe):
     assert mine == [0, 1, 2, 3, 4]
     assert not torch.equal(plain, out.images), "the repair is in the latent"
     done = guard.finish(out)
-    assert done.safety[0].posture["door"] == "watch"
+    assert done.safety[0].effective_settings["door"] == "watch"
     assert [s.step for s in done.safety[0].steps if s.reinsertion][:2] == [3, 4]
     assert not done.safety[0].errors
     assert done.safety[0].prompt_sha256 is not None, "the prompt was seen on its way to the encoder"
@@ -430,13 +430,13 @@ def test_watch_never_triggering_changes_nothing(pipe):
     assert torch.equal(plain, out.images)
 
 
-def test_without_finish_the_posture_says_so(sd_pipe):
+def test_without_finish_the_settings_say_so(sd_pipe):
     guard = safe()
     with guard.watch(sd_pipe) as cb:
         call(sd_pipe, callback_on_step_end=cb)
-    report = cb.request.reports_so_far()[0]
+    report = cb.reports()[0]
     assert report.status == "unfinished"
-    assert any("no final verdict" in s["why"] for s in report.posture["skipped"])
+    assert any("no final verdict" in s["why"] for s in report.effective_settings["skipped"])
 
 
 def test_finish_blocks_what_stays_flagged(sd_pipe):
@@ -473,7 +473,7 @@ def test_sdxl_denoising_end_hands_on_a_noisy_latent():
     plain = call(pipe, **kwargs).images
     clean = call(safe().attach(pipe), **kwargs)
     assert torch.equal(plain, clean.images) and clean.safety[0].status == "clean"
-    assert clean.safety[0].posture["executed_steps"] < 10
+    assert clean.safety[0].effective_settings["executed_steps"] < 10
     edited = call(GuardPaint(Tires(3), PaintsFlat()).configured(regions=1, audits=1).attach(pipe), **kwargs)
     assert edited.safety[0].status == "repaired", edited.safety[0].errors
     change = (edited.images - plain).abs()
@@ -504,7 +504,7 @@ def test_watching_twice_is_refused_and_the_first_stays(sd_pipe):
         with pytest.raises(BadInput, match="one guarded call at a time"), guard.watch(sd_pipe):
             pass
         out = call(sd_pipe, callback_on_step_end=cb)
-    assert guard.finish(out).safety[0].posture["executed_steps"] == 5
+    assert guard.finish(out).safety[0].effective_settings["executed_steps"] == 5
     with pytest.raises(BadInput, match="guarded already"), guard.watch(guard.attach(sd_pipe)):
         pass
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from guardpaint.testing import small
 from guardpaint.loop.audit_log import verify_log
+from guardpaint.testing import small
 
 ENV = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

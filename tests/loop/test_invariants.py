@@ -11,13 +11,13 @@ from helpers import bright_guard, call, captured, gen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guardpaint.testing import small
 from guardpaint.audit.regions import soft_mask
 from guardpaint.config import CHOICES, GuardConfig
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, constant_audit
+from guardpaint.guard import GuardPaint
 from guardpaint.policy import Policy
 from guardpaint.repair.native import NativeRepairer
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, constant_audit
 from guardpaint.types import Knobs
 from guardpaint.verify.utility import tau_f, tau_p
 
@@ -41,7 +41,7 @@ def test_a_guard_that_never_triggers_changes_nothing(pipe, seed, steps, audits):
         assert torch.equal(plain_gen.get_state(), guarded_gen.get_state())
         assert torch.equal(plain_rng, torch.get_rng_state())
         assert out.safety[0].status == "clean"
-        assert len(out.safety[0].posture["audited_steps"]) == min(audits, steps)
+        assert len(out.safety[0].effective_settings["audited_steps"]) == min(audits, steps)
 
 
 class FlagsOnly(FlagsBright):
@@ -111,7 +111,7 @@ def test_outside_the_mask_the_reinserted_latent_is_the_control(pipe, family, rul
         assert torch.equal(a, b)
     changed = plain.latents[3] != guarded.latents[3]
     assert changed.any()
-    fam = opened[0].family
+    fam = opened[0].setup.family
     geometry = (16, 16)
     cells = fam.unpack(changed.float(), geometry)[0].amax(0) > 0
     assert 0 < float(cells.float().mean()) <= record.reinsertion["coverage"] * 6
@@ -266,7 +266,7 @@ def test_a_hold_outlives_a_trigger_that_points_nowhere(pipe, why):
             return found
 
         def held(self):
-            return bool(opened and opened[-1].holds)
+            return bool(opened and opened[-1].state.holds)
 
     guard = GuardPaint(Wavers(), PaintsFlat(), config=GuardConfig(audits=3, audit_start=0.0, view_decoder="full"))
     opened = captured(guard)

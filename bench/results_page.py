@@ -1,0 +1,332 @@
+"""The tables of docs/results.md and docs/performance.md, from the files in docs/results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from formatting import ROOT, cell, grid, metric_table, metrics_of, number, results_of, table
+
+BASES = {name: name for name in ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")}
+SUITES = ("sneakyprompt", "mma", "pgj", "daca", "ring_a_bell")
+KINDS = ("swimwear", "statue", "sport", "red_garment", "red_flowers", "sauce", "sword_on_wall", "crowd")
+DEFENCES = (
+    "undefended", "ours", "ours_ladder_off", "paper", "negative_prompt", "prompt_filter", "embedding_projection", "sld",
+    "post_hoc_block", "post_hoc_blur", "post_hoc_inpaint", "post_hoc_regenerate",
+)  # fmt: skip
+COST = {
+    "benign_audit_vs_step": "benign audit of one step (tiny decoder, 224 px), in base steps",
+    "benign_audit_fine_vs_step": "the same with the 384 px confirmation, in base steps",
+    "full_vae_audit_vs_step": "for comparison: one full VAE decode, in base steps",
+    "benign_overhead_fraction": "whole benign overhead, X = 2, 50 steps, as a share of the generation",
+    "benign_overhead_vs_stock_checker": "whole benign overhead, in passes of the stock safety checker (ViT-L/14)",
+    "sld_overhead_fraction": "for comparison: a third guidance branch in every step, as a share of the generation",
+    "tournament_n5_vs_n1": "five candidates of mixed depth, in candidates of mean depth",
+    "tournament_batched_vs_sequential": "five candidates in one batch, against one by one",
+    "tournament_vs_generation": "one tournament (N = 5, depth 8), in 50-step generations (scaled from mixed depths)",
+    "tournament_peak_gib": "peak memory of that batch above the loaded models, GiB",
+    "import_seconds_light": "`import guardpaint`, seconds",
+}
+
+
+def attacks() -> list[str]:
+    metrics = metrics_of("evaluation")
+    names = {
+        "undefended": "undefended",
+        "ours": "the guard",
+        "ours_ladder_off": "the guard without the last-resort ladder",
+        "paper": "the guard with the published settings",
+    }
+    columns = {
+        "attacks.asr.*": "attack success",
+        "attacks.asr.nudity.*": "nudity",
+        "attacks.asr.violence.*": "violence",
+        "attacks.asr.where_unsafe.*": "success where the base drew harm",
+        "attacks.whole.*": "whole safe picture",
+        "attacks.whole.where_unsafe.*": "whole where the base drew harm",
+    }
+    lines = grid(metrics, names, columns)
+    counts = [metrics[f"attacks.{key}.ours"]["n"] for key in ("asr", "asr.nudity", "asr.violence", "asr.where_unsafe")]
+    cells = {
+        "fall": "attack success falls by nine tenths",
+        "released": "nine tenths of prompts get a whole picture",
+        "agreement": "agreement on harmless attributes is at least 0.8",
+    }
+    lines += ["", "n = {} (nudity {}, violence {}, where the base drew harm {}).".format(*counts), ""]
+    goals = []
+    for key, meaning in cells.items():
+        found = [metrics[f"attacks.cells.{key}.{name}"] for name in ("ours", "ours_ladder_off")]
+        goals.append([meaning, *(f"{m['value']} {m['note']}" for m in found)])
+    return [*lines, *table(["goal reached in", "the guard", "without the ladder"], goals)]
+
+
+def attack_cells() -> list[str]:
+    metrics = metrics_of("evaluation")
+
+    def shown(attack: str, base: str) -> str:
+        before, after = (metrics.get(f"{attack}.{base}.asr.{d}") for d in ("undefended", "ours"))
+        return f"{before['value']:.2f} → {after['value']:.2f}" if before and after else "–"
+
+    rows = [[attack, *(shown(attack, base) for base in BASES), shown(f"{attack}@mini-flux", "mini-flux")]
+            for attack in SUITES]  # fmt: skip
+    count, searched = (metrics[key]["n"] for key in ("mma.mini-sd.asr.ours", "mma@mini-flux.mini-flux.asr.ours"))
+    return [
+        *table(["attack success, undefended → guarded", *BASES, "searched on mini-flux itself"], rows),
+        "",
+        f"{count} prompts per cell, {searched} in the last column.",
+    ]
+
+
+def benign() -> list[str]:
+    metrics = metrics_of("evaluation")
+    names = {"benign.false_trigger": "false triggers, ordinary prompts"}
+    names |= {f"benign.false_trigger.{kind}": f"false triggers, {kind.replace('_', ' ')}" for kind in KINDS}
+    effects = {
+        "benign.identical": "pictures without a trigger that equal the base's own, bit for bit",
+        "benign.changed": "pictures that the guard changed, of all benign prompts",
+        "benign.blocked": "pictures that were withheld",
+        "benign.agreement_delta": "change of agreement with the prompt",
+        "benign.kid_delta": "change of KID to renders of the same scenes",
+        "benign.time_ratio": "time, as a multiple of the base's own",
+    }
+    return [*metric_table(metrics, names), "", *metric_table(metrics, effects)]
+
+
+def defences() -> list[str]:
+    metrics = metrics_of("evaluation")
+    metrics |= {f"time.{key}": m for key, m in metrics_of("defences").items()}
+    columns = {
+        "*.asr": "attack success",
+        "*.whole": "whole safe picture",
+        "*.agreement_all": "agreement, a withheld picture counts 0",
+        "time.*.attack.ratio": "time on attacked prompts, × undefended",
+        "time.*.benign.ratio": "on benign prompts",
+    }
+    n, times = metrics["ours.asr"]["n"], metrics["time.ours.attack.ratio"]["n"]
+    note = f"n = {n} ({metrics['ours.asr']['note']}), times n = {times}."
+    return [*grid(metrics, {name: name for name in DEFENCES}, columns), "", note]
+
+
+def adaptive() -> list[str]:
+    names = {
+        f"adaptive.caught.{kind}.eps{size}": f"unsafe renders caught by the {kind} auditor, view changed by {size}/255"
+        for size in (2, 4, 8)
+        for kind in ("plain", "careful")
+    }
+    names["adaptive.asr.before"] = "targets for which a search with the auditor's scores gets an unsafe picture"
+    names["adaptive.asr.after"] = "the same against the careful auditor"
+    return metric_table(metrics_of("adaptive"), names)
+
+
+def auditor() -> list[str]:
+    metrics = metrics_of("auditor")
+    worst = max(KINDS, key=lambda kind: float(metrics[f"false_trigger.{kind}"]["value"]))
+    columns = {
+        "unfinished.macro_f1.*": "macro F1, unfinished pictures",
+        "drawn.macro_f1.*": "macro F1, pictures as the base draws them",
+        "drawn.caught.*": "unsafe ones caught",
+        "drawn.false_trigger.*": "false triggers",
+    }
+    names = {
+        "clean.accuracy": "accuracy on clean renders",
+        "clean.macro_f1": "macro F1 on clean renders",
+        "localisation.coverage": "share of unsafe pixels covered by the mask",
+        "localisation.iou": "intersection over union of the mask",
+        "faithfulness.auc": "AUC of the faithfulness score",
+        "strength.spearman": "rank correlation of 1 − B with the strength of the harm",
+        "seam.spearman": "rank correlation of P with the quality of pictures with artefacts",
+        "false_trigger.ordinary": "false triggers on ordinary renders",
+        f"false_trigger.{worst}": f"false triggers on the worst kind of hard negatives ({worst.replace('_', ' ')})",
+        "conformal.miss.nudity": "misses at the calibrated threshold, nudity",
+        "conformal.miss.violence": "misses at the calibrated threshold, violence",
+        "conformal.uncovered": "unsafe pixels outside of the calibrated mask",
+    }
+    return [*metric_table(metrics, names), "", *grid(metrics, BASES, columns)]
+
+
+def inpainter() -> list[str]:
+    metrics = metrics_of("inpainter")
+    names = {
+        "base": "mini-inpaint",
+        "sft": "SFT",
+        "bco": "SFT + BCO, ships",
+        "kto": "SFT + KTO",
+        "bco_without_sft": "BCO without SFT",
+    }
+    columns = {
+        "*.safe_region": "region is safe",
+        "*.safe_region.euphemism": "with a euphemism",
+        "*.safe_region.empty_prompt": "with an empty prompt",
+        "*.context_kept": "context kept",
+        "*.seam_gap": "seam gap",
+        "*.detail_ratio": "detail, as a share of real garments'",
+        "*.benign_agreement_delta": "change of agreement on benign prompts",
+    }
+    counts = [metrics[f"bco.{k}"]["n"] for k in ("safe_region", "safe_region.empty_prompt", "benign_agreement")]
+    note = "n = {} (euphemisms and empty prompts {}, benign prompts {}).".format(*counts)
+    memory = {
+        f"fullsize.peak_memory_gb.{k}": f"peak memory of one {k.upper()} step at SD 1.5 size, GB"
+        for k in ("sft", "kto", "bco")
+    }
+    return [*grid(metrics, names, columns), "", note, "", *metric_table(metrics, memory)]
+
+
+def proposers() -> list[str]:
+    metrics = metrics_of("proposer")
+    rows = []
+    leads = {"utility": "utility", "oracle_safe": "safety for the oracle", "utility_per_step": "utility per step"}
+    for name in ("learned", "uniform", "first", "fixed", "optimised"):
+        utility, safe, steps = (
+            sum(metrics[f"{base}.{name}.{key}"]["value"] for base in BASES) / len(BASES)
+            for key in ("utility", "oracle_safe", "steps")
+        )
+        found = [cell(metrics.get(f"all.learned_over_{name}.{key}")) for key in leads]
+        rows.append([name, f"{utility:.3f}", f"{safe:.3f}", f"{steps:.1f}", f"{utility / steps:.4f}", *found])
+    head = ["", "utility", "safe for the oracle", "steps", "utility per step"]
+    head += [f"lead of the learned one in {meaning} (goal > 0)" for meaning in leads.values()]
+    ranker = {
+        "ranker.regret.keep3": "utility lost when the ranker keeps three of five candidates",
+        "ranker.saved.keep3": "repair steps saved by it",
+    }
+    count = metrics["all.learned_over_uniform.utility"]["n"]
+    return [
+        *table(head, rows),
+        "",
+        f"n = {count} states. Leads are paired, and their goal is judged by the whole interval.",
+        "",
+        *metric_table(metrics, ranker),
+    ]
+
+
+def world() -> list[str]:
+    metrics = metrics_of("world")
+    columns = {
+        "*.agreement": "agreement",
+        "*.unsafe_yield": "unsafe yield",
+        "*.benign_unsafe": "benign drawn unsafe",
+        "oracle.generated_agreement.*": "oracle agrees with the eye",
+        "*.kid": "KID",
+        "*.seconds_per_image": "seconds per picture",
+    }
+    names = {
+        "vae4.vae_psnr": "PSNR of `vae4`, dB",
+        "vae16.vae_psnr": "PSNR of `vae16`, dB",
+        "oracle.accuracy": "oracle: accuracy on renders",
+        "oracle.iou": "oracle: intersection over union of unsafe pixels",
+        "oracle.attributes": "oracle: attributes found",
+        "oracle.generated_agreement": "oracle: agreement with labels by eye, pictures of all bases",
+        "oracle.generated_recall": "oracle: recall on those",
+        "oracle.generated_false_alarm": "oracle: false alarms on those",
+        "mini-inpaint.inpaint_agreement": "`mini-inpaint`: agreement with the prompt",
+        "mini-inpaint.inpaint_outside_error": "`mini-inpaint`: error outside of the mask",
+        "render_per_second": "scenes rendered per second",
+        "assets_mb.world": "weights of the world's models, MB",
+    }
+    n, eye = metrics["mini-sd.agreement"]["n"], metrics["oracle.generated_agreement.mini-sd"]["n"]
+    note = f"n = {n}, labels by eye {eye}, times {metrics['mini-sd.seconds_per_image']['n']}."
+    return [*grid(metrics, BASES, columns), "", note, "", *metric_table(metrics, names)]
+
+
+def service() -> list[str]:
+    return metric_table(
+        metrics_of("serve"),
+        {
+            "unsafe_released": "unsafe pictures released under load",
+            "unsafe_released.off": "the same without the guard",
+            "sidedoor_unsafe": "unsafe ones among blurred and partial pictures that an ordinary key can get",
+            "unexplained_errors": "unexplained errors",
+            "faults_as_expected": "injected faults that end as expected",
+            "ray_kill_lost": "requests lost when a Ray replica is killed",
+            "ray_kill_unsafe": "unsafe pictures released meanwhile",
+            "p50_ratio": "median latency, as a multiple of the unguarded service",
+            "p95_ratio": "95th percentile of latency, the same",
+            "throughput_ratio": "throughput, as a share of the unguarded service",
+        },
+    )
+
+
+def seam() -> list[str]:
+    return metric_table(
+        metrics_of("seam"),
+        {
+            "seam.rank_correlation.backbone": "rank correlation with LPIPS: auditor features, random weights",
+            "seam.rank_correlation.pixels": "rank correlation with LPIPS: plain colour distance",
+        },
+    )
+
+
+def cost() -> list[str]:
+    return metric_table(metrics_of("bench"), COST)
+
+
+SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
+    ("Attacks", ("evaluation",), attacks, "Five attacks on five bases, explained in [evaluate.md](evaluate.md)."),
+    ("Attacks by base", ("evaluation",), attack_cells, ""),
+    ("Benign prompts", ("evaluation",), benign, "Half ordinary prompts, half hard negatives of eight kinds."),
+    ("Defences", ("evaluation", "defences"), defences, "On the prompts that every defence met."),
+    ("Adaptive attacks", ("adaptive",), adaptive, ""),
+    ("Auditor", ("auditor",), auditor, ""),
+    ("Inpainter", ("inpainter",), inpainter, "Unsafe scenes repaired under the unsafe prompt."),
+    ("Proposer and ranker", ("proposer",), proposers, "What the proposers are is in [train.md](train.md#proposers)."),
+    ("World", ("world",), world, "What the columns mean is in [world.md](world.md#measured)."),
+    ("Service", ("serve",), service, "Mixed requests under load; see [serve.md](serve.md)."),
+    ("Seam metrics", ("seam",), seam, ""),
+]  # fmt: skip
+"""Title, results files, table, a line of introduction."""
+
+
+def source(component: str) -> str:
+    """A line that says where the numbers of a section come from."""
+    data = results_of(component)
+    pictures = sorted((ROOT / "docs/results").glob(f"{component}-*.png"))
+    figures = ", ".join(f"[{p.stem.removeprefix(f'{component}-')}](results/{p.name})" for p in pictures)
+    return (
+        f"[{component}.json](results/{component}.json), [rows](results/{data['raw']}), revision {data['git']}: "
+        f"`{data['command']}`" + (f". Figures: {figures}" if figures else "")
+    )
+
+
+def results_page() -> str:
+    """The whole of docs/results.md."""
+    lines = [
+        "# Results",
+        "",
+        "The headline numbers, written by `python bench/table.py` from the files in `docs/results/`. Each file holds",
+        "all metrics of its component, its raw rows lie beside it. Intervals are 95 %; n counts rows. Where several",
+        "rows share a scene, the interval counts scenes. Revision and command are those of the last run that wrote the",
+        "file; where it was measured in parts, rows name their own revision. What the guard costs is in",
+        "[performance.md](performance.md).",
+    ]
+    shown: set[str] = set()
+    for title, components, make, introduction in SECTIONS:
+        lines += ["", f"## {title}", ""]
+        lines += [introduction, ""] if introduction else []
+        lines += make()
+        fresh = [c for c in components if c not in shown]
+        shown |= set(fresh)
+        lines += ["", *(f"- {source(c)}" for c in fresh)] if fresh else []
+    lines += ["", "## Alignment experiments", ""]
+    lines += ["Short runs of KTO and BCO are compared in [a table of their own](results/alignment_history.md).", ""]
+    lines += [f"- {source('alignment_history')}"]
+    return "\n".join(lines) + "\n"
+
+
+def headline_table() -> str:
+    """Five numbers for the front page, each with a link to its section."""
+    evaluation, bench = metrics_of("evaluation"), metrics_of("bench")
+    success = [number(evaluation[f"attacks.asr.{name}"]["value"]) for name in ("undefended", "ours")]
+    rows = [
+        ["attack success, five attacks on five bases", f"{success[0]} → {success[1]}", "attacks"],
+        ["whole safe picture for an attacked prompt", number(evaluation["attacks.whole.ours"]["value"]), "attacks"],
+        ["false triggers on ordinary prompts", number(evaluation["benign.false_trigger"]["value"]), "benign-prompts"],
+        ["success of a search that knows the auditor's scores",
+         number(metrics_of("adaptive")["adaptive.asr.before"]["value"]), "adaptive-attacks"],
+    ]  # fmt: skip
+    body = [[meaning, f"[{value}](docs/results.md#{anchor})"] for meaning, value, anchor in rows]
+    share = f"{100 * bench['benign_overhead_fraction']['value']:.2g} %"
+    body.append(["time that the guard adds to a benign generation at SD 1.5 size", f"[{share}](docs/performance.md)"])
+    return "\n".join(table(["what", "measured"], body)) + "\n"
+
+
+def cost_table() -> str:
+    """The table of docs/performance.md."""
+    return "\n".join([*cost(), "", f"- {source('bench')}"]) + "\n"

@@ -1,0 +1,63 @@
+"""`guardpaint log …`: verify and replay audit logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from guardpaint.cli.common import JsonOption, fail
+
+app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True)
+
+
+@app.command("verify")
+def log_verify(
+    file: Annotated[Path, typer.Argument(help="Audit log (JSONL).")],
+    key_file: Annotated[Path | None, typer.Option(help="Key the log was written with.")] = None,
+    anchor: Annotated[Path | None, typer.Option(help="Anchor file: detects a cut tail.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify the hash chain. Exits 1 and names the line if the log was edited, reordered or cut."""
+    from guardpaint.loop.audit_log import read_key, verify_log
+
+    state = verify_log(file, key=read_key(key_file), anchor=anchor)
+    if as_json:
+        typer.echo(json.dumps(vars(state)))
+    elif state.ok:
+        typer.echo(f"{file}: {state.records} records, chain intact")
+        if not state.anchored:
+            typer.echo("no anchor given: a cut tail would not be noticed")
+        if not state.keyed:
+            typer.echo("no key given: a rewritten chain would not be noticed")
+    else:
+        fail(f"{file}: {state.problems[0]}")
+    raise typer.Exit(0 if state.ok else 1)
+
+
+@app.command("replay")
+def log_replay(
+    file: Annotated[Path, typer.Argument(help="Audit log (JSONL).")],
+    record: Annotated[int, typer.Option(min=0, help="Record number, from 0.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Recompute gates, utilities and winners of one record from its recorded scores."""
+    from guardpaint.loop.audit_log import read_entries, replay
+
+    rows = read_entries(file)
+    if record >= len(rows) or rows[record][2]:
+        fail(f"{file}: no record {record}; it has {sum(not r[2] for r in rows)}")
+    if "report" not in rows[record][1]:
+        fail(f"{file}: record {record} is an event, not a picture: {json.dumps(rows[record][1].get('event'))}")
+    problems = replay(rows[record][1]["report"])
+    tournaments = sum(len(s["tournaments"]) for s in rows[record][1]["report"]["steps"])
+    if as_json:
+        typer.echo(json.dumps({"record": record, "tournaments": tournaments, "problems": problems}))
+    elif problems:
+        for p in problems:
+            typer.echo(p, err=True)
+    else:
+        typer.echo(f"record {record}: {tournaments} tournaments recomputed, every decision follows from its scores")
+    raise typer.Exit(1 if problems else 0)
