@@ -22,11 +22,11 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.evaluate.inpainter import FULLSIZE, metrics
-from paperdolls.measure import read_rows
 from guardpaint.store.results import REVISION, require_clean, write_results
-from guardpaint.train.align import METHODS, AlignConfig, Aligner, Tuple
+from guardpaint.train.aligner import METHODS, AlignConfig, Aligner, Tuple
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.memory import estimate
+from paperdolls.measure import read_rows
 
 BATCH = 2
 

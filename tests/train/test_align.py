@@ -18,6 +18,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.testing import small
 from guardpaint.train import align, alignment_watch, dynamics, memory
+from guardpaint.train import aligner as aligner_module
 from guardpaint.train.engine import Run, TrainConfig
 from guardpaint.train.latents import tokenise
 from guardpaint.train.pair_latents import encode_pairs, load_pairs
@@ -63,9 +64,9 @@ def test_exactly_the_listed_modules_get_a_lora(data, freeze):
         n.removeprefix("base_model.model.") for n, m in model.unet.named_modules() if hasattr(m, "lora_A") and m.lora_A
     }
     ends = {
-        "none": (*align.ATTENTION, "conv1", "conv2", "conv_in"),
-        "conv_in": (*align.ATTENTION, "conv1", "conv2"),
-        "convs": align.ATTENTION,
+        "none": (*aligner_module.ATTENTION, "conv1", "conv2", "conv_in"),
+        "conv_in": (*aligner_module.ATTENTION, "conv1", "conv2"),
+        "convs": aligner_module.ATTENTION,
     }[freeze]
     assert touched == {n for n in names if any(n == e or n.endswith("." + e) for e in ends)}
     assert ("conv_in" in touched) == (freeze == "none")

@@ -71,7 +71,7 @@ class Catalogue:
 def product_trainers() -> dict[str, Trainer]:
     """Trainers of the guard's own parts."""
     from guardpaint.policy import Policy
-    from guardpaint.train import align, auditor, proposer, ranker, stack
+    from guardpaint.train import align, aligner, auditor, proposer, ranker, stack
 
     def train_auditor(run: Run, given: Inputs) -> None:
         policy = given.optional("policy")
@@ -86,18 +86,18 @@ def product_trainers() -> dict[str, Trainer]:
     def train_ranker(run: Run, given: Inputs) -> None:
         ranker.run(run.config_file, given.path("rollouts"), run.out, run.minutes, run.quiet)
 
-    def aligner(method: str) -> Trainer:
+    def alignment(method: str) -> Trainer:
         def train(run: Run, given: Inputs) -> None:
             align.run(run, method, given["inpainter"][0], given.path("pairs"))
 
-        return Trainer(train, align.AlignConfig, ("inpainter", "pairs"))
+        return Trainer(train, aligner.AlignConfig, ("inpainter", "pairs"))
 
     def join(run: Run, given: Inputs) -> None:
         stack.run([model.parent for model in given.paths("runs")], run.out)
 
     return {
         "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy")),
-        **{method: aligner(method) for method in align.METHODS},
+        **{method: alignment(method) for method in aligner.METHODS},
         "stack": Trainer(join, needs=("runs",)),
         "proposer": Trainer(train_proposer, proposer.ProposerTraining, ("rollouts",), ("guard",)),
         "ranker": Trainer(train_ranker, ranker.RankerTraining, ("rollouts",)),
