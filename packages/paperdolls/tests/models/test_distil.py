@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from paperdolls import bases
-from paperdolls.models import distil, generator, vae
 
 from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.testing import small
 from guardpaint.train.engine import Run
+from paperdolls import bases
+from paperdolls.models import distil, generator, vae
 
 SHAPE = {"layers": 1, "single_layers": 1, "heads": 2, "text_width": 32, "tokens": 48, "other_tokens": 16, "merges": 50}
 

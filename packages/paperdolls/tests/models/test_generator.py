@@ -6,10 +6,6 @@ import json
 
 import pytest
 import torch
-from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
-from paperdolls.models.latents import SceneLatents, SceneRange, encode_scenes
-from paperdolls.models.recipe import Batch, GeneratorConfig
-from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 from torch import nn
 
 from guardpaint.draft import flux
@@ -18,6 +14,10 @@ from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.train.alignment_loss import min_snr_weight
 from guardpaint.train.engine import Run, TrainConfig
 from guardpaint.train.latents import fingerprint, tokenise
+from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
+from paperdolls.models.latents import SceneLatents, SceneRange, encode_scenes
+from paperdolls.models.recipe import Batch, GeneratorConfig
+from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
 FAMILIES = tuple(recipes.RECIPES)
 SMALL = {

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from paperdolls.models.catalogue import CATALOGUE
 
 from guardpaint.train import catalogue, stages
 from guardpaint.train.auditor import AuditorRecipe
 from guardpaint.train.engine import parse_config
+from paperdolls.models.catalogue import CATALOGUE
 
 MODELS = {name: catalogue.load_model(str(CATALOGUE.path(name))) for name in CATALOGUE.names()}
 STAGES = [pytest.param(m, s, id=f"{name}-{s.name}") for name, m in MODELS.items() for s in m.stages]

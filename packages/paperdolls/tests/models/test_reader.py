@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
+
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.train.engine import Run
 from paperdolls.captions import caption
 from paperdolls.models import reader, recipes
 from paperdolls.models.recipe import GeneratorConfig
 from paperdolls.scene import sample_scene
-
-from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train.engine import Run
 
 SHAPE = {
     "family": "flux",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import torch
-from paperdolls.models import tiny_decoder, vae
 
 from guardpaint.draft.codec import vae_decode
 from guardpaint.train.engine import Run
+from paperdolls.models import tiny_decoder, vae
 
 
 def test_latents_are_those_of_the_pipelines():

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from paperdolls.models.vae import TEST_SEEDS, VaeConfig, build, psnr, reconstruction, run, scenes
 from torch import nn
 
 from guardpaint.train.engine import Run
+from paperdolls.models.vae import TEST_SEEDS, VaeConfig, build, psnr, reconstruction, run, scenes
 
 SMALL = VaeConfig(channels=(8, 8, 16))
 
