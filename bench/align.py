@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.evaluate.inpainter import FULLSIZE, metrics
 from guardpaint.store.results import REVISION, read_rows, require_clean, write_results
-from guardpaint.train.align import METHODS, AlignConfig, Aligner, Tuple
+from guardpaint.train.aligner import METHODS, AlignConfig, Aligner, Tuple
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.memory import estimate
 

@@ -43,15 +43,10 @@ def captured(guard: GuardPaint) -> list:
 
 
 def small_inpainter(path):
-    """A random inpainting pipeline of the world's own shape, saved."""
-    from paperdolls.models import recipes, vae
-    from paperdolls.models.recipe import GeneratorConfig
-    from paperdolls.tokenizer import train_tokenizer, world_captions
+    """A small random inpainting pipeline, saved."""
+    from guardpaint.testing import small
 
-    words = train_tokenizer(list(world_captions(0, 60)), merges=50, length=48)
-    config = GeneratorConfig(family="inpaint", channels=(16, 16, 16), text_width=32, merges=50)
-    net = vae.build(vae.VaeConfig(channels=(8, 8, 16), latent_channels=4), 0)
-    recipes.build(config, len(words), 0, 4, 16, 1).eval().assemble(net, words).save_pretrained(path)
+    small.inpainter(1).pipe.save_pretrained(path)
 
 
 @contextmanager

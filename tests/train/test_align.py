@@ -10,16 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import small_inpainter
-from typer.testing import CliRunner
+from pictures import small_pairs
 
-from guardpaint.cli.main import app
-from guardpaint.data import pairs as make
+from guardpaint.data.pairs import PairStore
+from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
+from guardpaint.testing import small
 from guardpaint.train import align, alignment_watch, dynamics, memory
-from guardpaint.train.engine import TrainConfig
-from paperdolls.models.generator import load_pipeline
-from paperdolls.models.latents import tokenise
+from guardpaint.train import aligner as aligner_module
+from guardpaint.train.engine import Run, TrainConfig
+from guardpaint.train.latents import tokenise
 from guardpaint.train.pair_latents import encode_pairs, load_pairs
 
 POLICY = Policy.default()
@@ -32,10 +33,10 @@ def home(tmp_path_factory):
     root = tmp_path_factory.mktemp("align")
     small_inpainter(root / "inpainter")
     pipe = load_pipeline(root / "inpainter")
-    for split, count in (("train", 8), ("validation", 4)):
-        make.from_world(root / "pairs", split, count, 4, None)
+    for split, count in (("train", 4), ("validation", 2)):
+        small_pairs(root / "pairs", split, {"safe": 4, "nudity": count, "violence": count})
     for split in ("train", "validation"):
-        encode_pairs(make.PairStore(root / "pairs"), split, pipe, POLICY)
+        encode_pairs(PairStore(root / "pairs"), split, pipe, POLICY)
     return root
 
 
@@ -63,9 +64,9 @@ def test_exactly_the_listed_modules_get_a_lora(data, freeze):
         n.removeprefix("base_model.model.") for n, m in model.unet.named_modules() if hasattr(m, "lora_A") and m.lora_A
     }
     ends = {
-        "none": (*align.ATTENTION, "conv1", "conv2", "conv_in"),
-        "conv_in": (*align.ATTENTION, "conv1", "conv2"),
-        "convs": align.ATTENTION,
+        "none": (*aligner_module.ATTENTION, "conv1", "conv2", "conv_in"),
+        "conv_in": (*aligner_module.ATTENTION, "conv1", "conv2"),
+        "convs": aligner_module.ATTENTION,
     }[freeze]
     assert touched == {n for n in names if any(n == e or n.endswith("." + e) for e in ends)}
     assert ("conv_in" in touched) == (freeze == "none")
@@ -141,9 +142,9 @@ def test_a_step_moves_both_classes_to_their_sides(data, method, reward):
     model = aligner(data, method=method, reward=reward, unroll_every=0, dropout=0.0).train()
     batch = replace(a_batch(data, model), t=torch.full((8,), 300))
     for _ in range(25):
-        step(model, batch, 0.02 if method == "bco" else 0.1)
+        step(model, batch, 0.002)
     (out,) = list(model(batch))
-    assert (out["h_safe"] + out["h_unsafe"]).item() > 1.02
+    assert out["h_safe"].item() > 0.6 and out["h_unsafe"].item() > 0.6
 
 
 def test_the_second_pass_comes_every_tenth_step_and_its_weights_are_halves(data):
@@ -238,7 +239,7 @@ def test_saturation_is_no_fault_while_classes_still_move_apart():
 def watch(data, home, tmp_path, model):
     pipe = data[0]
     held_out = load_pairs(home / "pairs", "validation", pipe.vae)
-    return alignment_watch.Watch(held_out, data[2], model.config, TRAIN, POLICY.names, tmp_path)
+    return alignment_watch.AlignmentWatch(held_out, data[2], model.config, POLICY.names, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["off_manifold", "mask_conditioning", "reference_contamination", "smudging"])
@@ -295,7 +296,8 @@ def test_from_pairs_to_a_pipeline(home, tmp_path, method, capsys):
     train = {"steps": 3, "batch_size": 8, "learning_rate": 0.01, "warmup": 1, "seed": 1, "validate_every": 1}
     (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
     for minutes in (0.0, None):
-        align.run(method, tmp_path / "c.yaml", str(home / "inpainter"), home / "pairs", tmp_path / "run", minutes, True)
+        run = Run(tmp_path / "c.yaml", tmp_path / "run", minutes, quiet=True)
+        align.run(run, method, str(home / "inpainter"), home / "pairs")
         assert (tmp_path / "run/model").exists() == (minutes is None)
     out = tmp_path / "run"
     state = torch.load(out / "state.pt", weights_only=True)["model"]
@@ -313,12 +315,14 @@ def test_from_pairs_to_a_pipeline(home, tmp_path, method, capsys):
 def test_a_config_of_another_method_is_named(home, tmp_path):
     (tmp_path / "c.yaml").write_text(json.dumps({"model": {"method": "kto"}, "train": vars(TRAIN)}))
     with pytest.raises(BadConfig, match="its method is kto, not bco"):
-        align.run("bco", tmp_path / "c.yaml", str(home / "inpainter"), home / "pairs", tmp_path / "run", None)
+        align.run(Run(tmp_path / "c.yaml", tmp_path / "run"), "bco", str(home / "inpainter"), home / "pairs")
 
 
-def test_a_text_to_image_pipeline_is_refused():
+def test_a_text_to_image_pipeline_is_refused(home, tmp_path):
+    small.pipeline("sd").save_pretrained(tmp_path / "sd")
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": {"method": "sft"}, "train": vars(TRAIN)}))
     with pytest.raises(BadConfig, match="an inpainting UNet is needed"):
-        align.open_inpainter("mini-sd")
+        align.run(Run(tmp_path / "c.yaml", tmp_path / "run"), "sft", str(tmp_path / "sd"), home / "pairs")
 
 
 def test_missing_latents_are_named(home, tmp_path):
@@ -348,12 +352,6 @@ def test_memory_is_counted_without_running(home):
     assert "memory: about" in memory.report(one)
 
 
-def test_the_commands_explain_themselves():
-    for name in ("sft", "kto", "bco"):
-        shown = CliRunner().invoke(app, ["train", name, "--help"])
-        assert shown.exit_code == 0 and "--pairs" in shown.output
-
-
 def test_a_step_of_several_batches_counts_once(data):
     """Two batches a step: the second pass comes with both of every second step, and δ moves as for one batch."""
     config = align.AlignConfig(rank=4, unroll_every=2)
@@ -362,11 +360,3 @@ def test_a_step_of_several_batches_counts_once(data):
     batch = replace(a_batch(data, model), t=torch.full((8,), 400))
     assert [len(list(model(batch))) for _ in range(6)] == [1, 1, 2, 2, 1, 1]
     assert model.steps == 3
-
-
-def test_a_log_keeps_its_columns(tmp_path):
-    from guardpaint.train.engine import write_log
-
-    write_log(tmp_path, [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "b": 3.0}])
-    write_log(tmp_path, [{"step": 3, "b": 4.0, "a": 5.0, "c": 6.0}])
-    assert (tmp_path / "loss.csv").read_text().split() == ["step,a,b", "1,1.0,", "2,2.0,3.0", "3,5.0,4.0"]

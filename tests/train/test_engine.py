@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train.engine import Ema, TrainConfig, fit, load_config, write_card
-from paperdolls.models.vae import TEST_SEEDS, VaeConfig, build, psnr, reconstruction, run, scenes
+from guardpaint.train.engine import Ema, Run, TrainConfig, fit, load_config, moved, write_card, write_log
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model part of a config."""
+
+    width: int = 4
 
 
 def model():
@@ -26,14 +34,18 @@ def losses(net, x):
     return {"loss": ((net(x) + x) ** 2).mean()}
 
 
+def sitting(out, minutes=None):
+    return Run(Path("unused.yaml"), out, minutes, quiet=True)
+
+
 CONFIG = TrainConfig(steps=12, batch_size=4, learning_rate=1e-2, warmup=2, ema=0.9)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """Stopped after every step (minutes=0) and resumed: the same weights, the same loss curve."""
-    whole = fit(model(), batches, losses, CONFIG, tmp_path / "whole", quiet=True)
+    whole = fit(model(), batches, losses, CONFIG, sitting(tmp_path / "whole"))
     for _ in range(12):
-        pieces = fit(model(), batches, losses, CONFIG, tmp_path / "pieces", minutes=0.0, quiet=True)
+        pieces = fit(model(), batches, losses, CONFIG, sitting(tmp_path / "pieces", 0.0))
     for a, b in zip(whole.state_dict().values(), pieces.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
     curves = [(tmp_path / name / "loss.csv").read_text() for name in ("whole", "pieces")]
@@ -42,7 +54,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 
 def test_training_lowers_the_loss(tmp_path):
-    fit(model(), batches, losses, TrainConfig(steps=60, batch_size=4, learning_rate=1e-2), tmp_path, quiet=True)
+    fit(model(), batches, losses, TrainConfig(steps=60, batch_size=4, learning_rate=1e-2), sitting(tmp_path))
     values = [float(r.split(",")[2]) for r in (tmp_path / "loss.csv").read_text().splitlines()[1:]]
     assert sum(values[-5:]) < 0.8 * sum(values[:5])
 
@@ -66,19 +78,19 @@ def test_ema_by_hand():
 
 
 def test_a_nan_loss_stops_with_the_checkpoint_intact(tmp_path):
-    fit(model(), batches, losses, CONFIG, tmp_path, minutes=0.0, quiet=True)
+    fit(model(), batches, losses, CONFIG, sitting(tmp_path, 0.0))
     before = (tmp_path / "state.pt").read_bytes()
     with pytest.raises(FloatingPointError, match="step 1"):
-        fit(model(), batches, lambda n, x: {"loss": n(x).sum() * float("nan")}, CONFIG, tmp_path, quiet=True)
+        fit(model(), batches, lambda n, x: {"loss": n(x).sum() * float("nan")}, CONFIG, sitting(tmp_path))
     assert (tmp_path / "state.pt").read_bytes() == before
 
 
 def test_a_half_written_checkpoint_is_named(tmp_path):
-    fit(model(), batches, losses, CONFIG, tmp_path, minutes=0.0, quiet=True)
+    fit(model(), batches, losses, CONFIG, sitting(tmp_path, 0.0))
     path = tmp_path / "state.pt"
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(BadCheckpoint, match="cannot resume"):
-        fit(model(), batches, losses, CONFIG, tmp_path, quiet=True)
+        fit(model(), batches, losses, CONFIG, sitting(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["model: {}", "train: {steps: 1}", "[", "model: {colour: 1}\ntrain: {}"])
@@ -86,48 +98,11 @@ def test_bad_config_files(tmp_path, text):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(BadConfig, match="model and train"):
-        load_config(path, VaeConfig)
+        load_config(path, Shape)
     with pytest.raises(BadConfig, match="no such"):
-        load_config(tmp_path / "none.yaml", VaeConfig)
+        load_config(tmp_path / "none.yaml", Shape)
     with pytest.raises(BadConfig, match="steps=0"):
         TrainConfig(steps=0, batch_size=1, learning_rate=1.0)
-
-
-SMALL = VaeConfig(channels=(8, 8, 16))
-
-
-def test_vae_batches_depend_on_the_step_alone():
-    assert torch.equal(scenes(5, 2), scenes(5, 2))
-    assert not torch.equal(scenes(5, 1), scenes(6, 1))
-    assert scenes(TEST_SEEDS, 2).shape == (2, 3, 64, 64) and scenes(TEST_SEEDS, 2).abs().max() <= 1
-
-
-def test_vae_losses_by_hand():
-    """A decoder that returns zeros on a picture of ones: L1 = 1, MSE = 1, no edges: loss = 2 + 1e-4·KL."""
-    vae = build(SMALL, 0)
-    nn.init.zeros_(vae.decoder.conv_out.weight)
-    nn.init.zeros_(vae.decoder.conv_out.bias)
-    out = reconstruction(vae, torch.ones(1, 3, 64, 64), SMALL, torch.Generator().manual_seed(0))
-    assert out["mse"].item() == pytest.approx(1.0)
-    assert out["loss"].item() == pytest.approx(2.0 + 1e-4 * out["kl"].item(), abs=1e-5)
-
-
-def test_vae_trains_resumes_and_ships_with_its_card(tmp_path):
-    config = tmp_path / "vae.yaml"
-    config.write_text(
-        "model: {latent_channels: 4, channels: [8, 8, 16]}\n"
-        "train: {steps: 3, batch_size: 2, learning_rate: 0.001, warmup: 1, seed: 1}\n"
-    )
-    run(config, tmp_path / "run", minutes=0.0)
-    assert not (tmp_path / "run" / "model").exists(), "not finished yet"
-    run(config, tmp_path / "run", minutes=None)
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL.from_pretrained(tmp_path / "run" / "model").float()
-    assert psnr(vae, scenes(TEST_SEEDS, 2)).shape == (2,)
-    card = json.loads((tmp_path / "run" / "model" / "card.json").read_text())
-    assert card["steps"] == 3 and card["metrics"]["psnr"]["n"] == 500 and card["seed"] == 1
-    assert vae.config.scaling_factor > 0
 
 
 def test_a_rate_that_yaml_reads_as_text_is_explained(tmp_path):
@@ -142,3 +117,33 @@ def test_a_card_tells_where_its_model_started(tmp_path):
         write_card(tmp_path / name, f"train {name}", done, warm)
     read = lambda name: json.loads((tmp_path / name / "model" / "card.json").read_text())  # noqa: E731
     assert read("second")["starts_from"] == read("first") and "starts_from" not in read("third")
+
+
+def test_a_log_keeps_its_columns(tmp_path):
+    write_log(tmp_path, [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "b": 3.0}])
+    write_log(tmp_path, [{"step": 3, "b": 4.0, "a": 5.0, "c": 6.0}])
+    assert (tmp_path / "loss.csv").read_text().split() == ["step,a,b", "1,1.0,", "2,2.0,3.0", "3,5.0,4.0"]
+
+
+@dataclass(frozen=True)
+class Part:
+    x: torch.Tensor
+    name: str
+
+
+def test_a_batch_moves_whatever_it_is_made_of():
+    """Tensors in dictionaries, lists, tuples and dataclasses, nested; what is no tensor stays."""
+    x = torch.zeros(2)
+    batch = {"a": [x, (x, "text")], "b": [Part(x, "one")], "c": Part(x, "two"), "d": None}
+    there = moved(batch, torch.device("meta"))
+    tensors = [there["a"][0], there["a"][1][0], there["b"][0].x, there["c"].x]
+    assert all(t.device.type == "meta" for t in tensors)
+    assert there["a"][1][1] == "text" and there["b"][0].name == "one" and there["d"] is None
+    assert moved(batch, torch.device("cpu")) is batch
+
+
+def test_the_command_of_a_run_names_its_inputs():
+    run = Run(Path("c.yaml"), Path("runs/x"))
+    assert run.command("oracle", vae=[Path("a"), Path("b")], warm=None, soft=Path("s")) == (
+        "guardpaint train stage oracle --config c.yaml --out runs/x --set vae=a --set vae=b --set soft=s"
+    )

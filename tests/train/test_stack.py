@@ -9,12 +9,11 @@ import torch
 from helpers import small_inpainter
 from peft import LoraConfig, get_peft_model
 
-from paperdolls.bases import LORA
-from guardpaint.store.checkpoint import write_json
+from guardpaint.draft.loading import LORA, load_pipeline
 from guardpaint.errors import BadCheckpoint
 from guardpaint.repair.inpainter import Inpainter
+from guardpaint.store.checkpoint import write_json
 from guardpaint.train import stack
-from paperdolls.models.generator import load_pipeline
 
 
 def stage(unet, run, rank, modules, seed, alpha=None):

@@ -86,7 +86,7 @@ def test_it_learns_and_is_measured(tmp_path):
         "train": {"steps": 25, "batch_size": 8, "learning_rate": 0.003, "warmup": 1},
     }
     (tmp_path / "c.yaml").write_text(json.dumps(config))
-    trainer.run(tmp_path / "c.yaml", [tmp_path / "vae"], tmp_path / "run", None, quiet=True)
+    trainer.run(trainer.Run(tmp_path / "c.yaml", tmp_path / "run", quiet=True), trainer.Sources([tmp_path / "vae"]))
     losses = [float(line.split(",")[2]) for line in (tmp_path / "run/loss.csv").read_text().splitlines()[1:]]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     card = json.loads((tmp_path / "run/model/card.json").read_text())
@@ -113,7 +113,8 @@ def test_small_things_are_looked_for_place_by_place(tmp_path):
     before = Oracle.load(tmp_path / "old")
     shape = OracleConfig(channels=(8, 8, 8, 8), spots=8)
     config = TrainConfig(steps=1, batch_size=2, learning_rate=1e-9, seed=1, ema=0.0)
-    net = training.train(shape, config, [], tmp_path / "run", None, True, tmp_path / "old")
+    run = training.Run(tmp_path / "unused.yaml", tmp_path / "run", quiet=True)
+    net = training.train(shape, config, run, training.Sources([], warm=tmp_path / "old"))
     images = vae.scenes(0, 2)
     a, b = before.judge(images), Oracle(net).judge(images)
     for name in PRESENT:
@@ -161,7 +162,7 @@ def test_soft_pictures_leave_blades_alone():
 
 def test_the_softener_keeps_what_is_there():
     """The shipped mini-sd's guess of a slightly noised scene is near the scene, and is not the scene."""
-    from paperdolls.models.generator import load_pipeline
+    from guardpaint.draft.loading import load_pipeline
 
     pipe = load_pipeline(ASSETS / "mini-sd")
     batch = trainer.lesson(trainer.lesson_scenes(802, 4))
@@ -197,6 +198,5 @@ def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
 
 
 def test_soft_and_drawn_pictures_are_not_mixed(tmp_path):
-    config = trainer.TrainConfig(steps=1, batch_size=2, learning_rate=0.1, seed=1)
     with pytest.raises(BadConfig, match="one or the other"):
-        trainer.train(OracleConfig((8, 8, 8, 8)), config, [], tmp_path, None, True, None, tmp_path, tmp_path)
+        trainer.Sources([], soft=tmp_path, drawn=tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 from guardpaint.store.results import metric, write_results
 from guardpaint.train import align
+from guardpaint.train.engine import Run
 
 CHAPTERS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "KTO, ε reward": ("kto", True, {"reward": "eps", "identity": "batch", "dropout": 0.3}),
@@ -41,7 +42,7 @@ def run(inpainter: str, sft: str, pairs: Path, out: Path, results: Path, steps: 
         config.write_text(json.dumps({"model": model, "train": {**train, "validate_every": max(1, steps // 10)}}))
         if not (folder / "model").exists():
             print(f"{name} …", flush=True)
-            align.run(method, config, sft if tuned else inpainter, pairs, folder, None, quiet=True)
+            align.run(Run(config, folder, quiet=True), method, sft if tuned else inpainter, pairs)
         with (folder / "watch.csv").open(newline="", encoding="utf-8") as file:
             rows += [{"chapter": name, **r} for r in csv.DictReader(file)]
     found = metrics(rows)

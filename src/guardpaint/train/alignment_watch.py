@@ -9,7 +9,7 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from guardpaint.train import alignment_loss as L
+from guardpaint.train.aligner import AlignConfig, Aligner, Tuple
 from guardpaint.train.pair_latents import PairLatents
-
-if TYPE_CHECKING:
-    from guardpaint.train.align import AlignConfig, Aligner, Tuple
 
 LEVELS = (100, 300, 600)
 ROWS = 32
@@ -129,8 +127,6 @@ class AlignmentWatch:
         self.history: list[Seen] = []
 
     def batch(self, rows: Tensor, z0: Tensor, category: Tensor, level: int) -> Tuple:
-        from guardpaint.train.align import Tuple
-
         g = torch.Generator().manual_seed(SEED + level)
         eps = torch.randn(z0.shape, generator=g)
         t = torch.full((len(rows),), level)
@@ -139,8 +135,6 @@ class AlignmentWatch:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        from guardpaint.train.align import Aligner
-
         assert isinstance(model, Aligner)
         found = self.measure(model)
         previous = self.history[-1] if self.history else None

@@ -2,15 +2,14 @@
 
 One YAML file per model names its stages in order. A stage names its trainer, its inputs and the parts `model` and
 `train` of its config. An input is an earlier stage of the same file (`first`), another model (`vae4`), a stage of
-another model (`mini-sd/first`), or a value that the command line gives (`$views`). The product's own models and trainers
-are here; packages add theirs under the entry point group `guardpaint.models`.
+another model (`mini-sd/first`), or a value that the command line gives (`$views`). The product's own models and
+trainers are here; packages add theirs under the entry point group `guardpaint.models`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ class Catalogue:
 def product_trainers() -> dict[str, Trainer]:
     """Trainers of the guard's own parts."""
     from guardpaint.policy import Policy
-    from guardpaint.train import align, auditor, proposer, ranker, stack
+    from guardpaint.train import align, aligner, auditor, proposer, ranker, stack
 
     def train_auditor(run: Run, given: Inputs) -> None:
         policy = given.optional("policy")
@@ -87,18 +86,18 @@ def product_trainers() -> dict[str, Trainer]:
     def train_ranker(run: Run, given: Inputs) -> None:
         ranker.run(run.config_file, given.path("rollouts"), run.out, run.minutes, run.quiet)
 
-    def aligner(method: str) -> Trainer:
+    def alignment(method: str) -> Trainer:
         def train(run: Run, given: Inputs) -> None:
             align.run(run, method, given["inpainter"][0], given.path("pairs"))
 
-        return Trainer(train, align.AlignConfig, ("inpainter", "pairs"))
+        return Trainer(train, aligner.AlignConfig, ("inpainter", "pairs"))
 
     def join(run: Run, given: Inputs) -> None:
         stack.run([model.parent for model in given.paths("runs")], run.out)
 
     return {
         "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy")),
-        **{method: aligner(method) for method in align.METHODS},
+        **{method: alignment(method) for method in aligner.METHODS},
         "stack": Trainer(join, needs=("runs",)),
         "proposer": Trainer(train_proposer, proposer.ProposerTraining, ("rollouts",), ("guard",)),
         "ranker": Trainer(train_ranker, ranker.RankerTraining, ("rollouts",)),
@@ -114,16 +113,17 @@ def catalogues() -> list[Catalogue]:
     return [PRODUCT, *others]
 
 
-@cache
 def trainers() -> dict[str, Trainer]:
     """All trainers by name."""
     return {name: trainer for known in catalogues() for name, trainer in known.load_trainers().items()}
 
 
 def find_trainer(name: str, where: str) -> Trainer:
-    if name not in trainers():
-        raise BadConfig(f"{where}: trainer {name!r} is unknown; there are {', '.join(sorted(trainers()))}")
-    return trainers()[name]
+    """A trainer by name; an unknown one is refused with the names there are."""
+    known = trainers()
+    if name not in known:
+        raise BadConfig(f"{where}: trainer {name!r} is unknown; there are {', '.join(sorted(known))}")
+    return known[name]
 
 
 @dataclass(frozen=True)

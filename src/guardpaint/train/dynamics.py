@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from guardpaint.errors import BadInput
+from guardpaint.train.aligner import Tuple
 from guardpaint.train.alignment_loss import HINGE
 from guardpaint.train.pair_latents import PairLatents
 
@@ -109,8 +110,6 @@ def plot(log: Path, out: Path, method: str) -> Path:
 @torch.no_grad()
 def activations(model: Any, pairs: PairLatents, names: Sequence[str]) -> tuple[Float[Tensor, "n d"], Int[Tensor, " n"]]:
     """Mean output of the middle block's cross-attention for held-out pairs at falling noise, with their categories."""
-    from guardpaint.train.align import Tuple
-
     was, seen = model.training, []
     model.eval()
     module = model.unet.get_base_model().mid_block.attentions[0].transformer_blocks[-1].attn2

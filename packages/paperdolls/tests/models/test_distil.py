@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from paperdolls import bases
-from paperdolls.models import distil, generator, vae
 
+from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.testing import small
+from guardpaint.train.engine import Run
+from paperdolls import bases
+from paperdolls.models import distil, generator, vae
 
 SHAPE = {"layers": 1, "single_layers": 1, "heads": 2, "text_width": 32, "tokens": 48, "other_tokens": 16, "merges": 50}
 
@@ -25,7 +27,7 @@ def teachers(tmp_path_factory):
         train = {"steps": 1, "batch_size": 2, "learning_rate": 0.001, "seed": 1}
         config = {"model": {"family": family, **SHAPE, "scenes": 20, "captions": 1}, "train": train}
         (root / f"{family}.yaml").write_text(json.dumps(config))
-        generator.run(root / f"{family}.yaml", root / "vae", root / family, None, quiet=True)
+        generator.run(Run(root / f"{family}.yaml", root / family, quiet=True), root / "vae", generator.Start())
     return root
 
 
@@ -43,7 +45,7 @@ def test_a_jump_by_hand():
 
 
 def test_levels_are_those_the_pipeline_visits(teachers):
-    pipe = generator.load_pipeline(teachers / "sd3" / "model")
+    pipe = load_pipeline(teachers / "sd3" / "model")
     levels = distil.student_levels(pipe, 4)
     assert len(levels) == 5 and levels[0] == 1.0 and levels[-1] == 0.0
     assert all(a > b for a, b in pairwise(levels))
@@ -54,12 +56,12 @@ def test_a_student_of_one_step_learns_its_teachers_trajectory(teachers, tmp_path
     model = {"steps": 2, "substeps": 1, "trajectories": 50, "rank": 4}
     train = {"steps": 2, "batch_size": 4, "learning_rate": 0.01, "warmup": 1, "seed": 1, "ema": 0.0}
     (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
-    distil.run(tmp_path / "c.yaml", teachers / "sd3", tmp_path / "run", 0.0, quiet=True)
+    distil.run(Run(tmp_path / "c.yaml", tmp_path / "run", 0.0, quiet=True), teachers / "sd3" / "model")
     assert (tmp_path / "run/trajectories.pt").exists() and not (tmp_path / "run/model").exists()
-    distil.run(tmp_path / "c.yaml", teachers / "sd3", tmp_path / "run", None, quiet=True)
+    distil.run(Run(tmp_path / "c.yaml", tmp_path / "run", quiet=True), teachers / "sd3" / "model")
     card = json.loads((tmp_path / "run/model/card.json").read_text())
     assert card["settings"]["num_inference_steps"] == 2 and card["settings"]["guidance_scale"] == 1.0
-    pipe = generator.load_pipeline(teachers / "sd3" / "model")
+    pipe = load_pipeline(teachers / "sd3" / "model")
     call = {**card["settings"], "output_type": "pt"}
     before = pipe("a person", generator=torch.Generator().manual_seed(0), **call).images
     pipe.load_lora_weights(tmp_path / "run/model")
@@ -71,7 +73,7 @@ def test_only_an_sd3_is_distilled(teachers, tmp_path):
     train = {"steps": 1, "batch_size": 2, "learning_rate": 0.1}
     (tmp_path / "c.yaml").write_text(json.dumps({"model": {}, "train": train}))
     with pytest.raises(BadConfig, match="FluxPipeline cannot be distilled"):
-        distil.run(tmp_path / "c.yaml", teachers / "flux", tmp_path / "run", None, quiet=True)
+        distil.run(Run(tmp_path / "c.yaml", tmp_path / "run", quiet=True), teachers / "flux" / "model")
 
 
 def test_bad_shapes_are_named():
@@ -92,7 +94,7 @@ def test_adopted_models_share_their_parts(teachers, tmp_path):
     assert "vae → ../vae16" in links and "tokenizer_2 → ../mini-sd3/tokenizer" not in links
     links = bases.adopt(teachers / "flux", "mini-flux", assets)
     assert "vae → ../vae16" in links
-    generator.load_pipeline(assets / "mini-flux")
+    load_pipeline(assets / "mini-flux")
     assert (assets / "mini-flux" / "vae").is_symlink()
     counted = [p for p in assets.rglob("*") if p.is_file() and p.resolve() == p.absolute()]
     assert bases.megabytes(assets) == pytest.approx(sum(p.stat().st_size for p in counted) / 1e6)

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.train.engine import TrainConfig
 from paperdolls.masks import differs, figure_mask
 from paperdolls.models import focus
 from paperdolls.models.generator import batch_of
@@ -13,9 +16,6 @@ from paperdolls.models.latents import SceneLatents
 from paperdolls.models.recipe import Batch, GeneratorConfig
 from paperdolls.render import render
 from paperdolls.scene import sample_scene
-
-from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train.engine import TrainConfig
 
 
 def test_weights_by_hand():

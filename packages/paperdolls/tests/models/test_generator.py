@@ -6,15 +6,18 @@ import json
 
 import pytest
 import torch
-from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
-from paperdolls.models.latents import SceneLatents, encode_scenes, fingerprint, tokenise
-from paperdolls.models.recipe import Batch, GeneratorConfig, min_snr_weight
-from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 from torch import nn
 
 from guardpaint.draft import flux
+from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.train.engine import TrainConfig
+from guardpaint.train.alignment_loss import min_snr_weight
+from guardpaint.train.engine import Run, TrainConfig
+from guardpaint.train.latents import fingerprint, tokenise
+from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
+from paperdolls.models.latents import SceneLatents, SceneRange, encode_scenes
+from paperdolls.models.recipe import Batch, GeneratorConfig
+from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
 FAMILIES = tuple(recipes.RECIPES)
 SMALL = {
@@ -380,14 +383,14 @@ def test_bad_shapes_are_named(change, message):
 def test_scenes_are_encoded_once(tmp_path):
     net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 0).eval()
     words = train_tokenizer(world_captions(0, 50), merges=50)
-    first = encode_scenes(net, words, 5, 6, 2, tmp_path / "z.pt", masks=2)
+    first = encode_scenes(net, words, SceneRange(5, 6, 2, 2), tmp_path / "z.pt")
     assert first.latents.shape == (6, 4, 16, 16) and first.ids.shape == (6, 2, 64) and len(first) == 6
     assert first.masks.shape == (6, 2, 1, 16, 16) and first.masked.shape == (6, 2, 4, 16, 16)
     assert set(first.masks.unique().tolist()) <= {0.0, 1.0}
     stamp = (tmp_path / "z.pt").stat().st_mtime_ns
-    again = encode_scenes(net, words, 5, 6, 2, tmp_path / "z.pt", masks=2)
+    again = encode_scenes(net, words, SceneRange(5, 6, 2, 2), tmp_path / "z.pt")
     assert torch.equal(first.latents, again.latents) and (tmp_path / "z.pt").stat().st_mtime_ns == stamp
-    other = encode_scenes(net, words, 6, 6, 2, tmp_path / "z.pt")
+    other = encode_scenes(net, words, SceneRange(6, 6, 2), tmp_path / "z.pt")
     assert torch.equal(other.latents[:5], first.latents[1:]) and other.masks is None
 
 
@@ -395,7 +398,7 @@ def test_a_broken_cache_is_named(tmp_path):
     (tmp_path / "z.pt").write_bytes(b"half")
     net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 0).eval()
     with pytest.raises(BadCheckpoint, match=r"z\.pt: unreadable"):
-        encode_scenes(net, train_tokenizer(world_captions(0, 50), merges=50), 5, 6, 2, tmp_path / "z.pt")
+        encode_scenes(net, train_tokenizer(world_captions(0, 50), merges=50), SceneRange(5, 6, 2), tmp_path / "z.pt")
 
 
 def test_balanced_latents_change_no_picture():
@@ -448,10 +451,10 @@ def test_from_scenes_to_a_pipeline(tmp_path, family):
     shape = {k: list(v) if isinstance(v, tuple) else v for k, v in SMALL.items()}
     train = {"steps": 3, "batch_size": 2, "learning_rate": 0.001, "warmup": 1, "seed": 1}
     config.write_text(json.dumps({"model": {"family": family, **shape, "tokens": 48}, "train": train}))
-    generator.run(config, tmp_path / "vae", tmp_path / "run", minutes=0.0, quiet=True)
+    generator.run(Run(config, tmp_path / "run", 0.0, quiet=True), tmp_path / "vae", generator.Start())
     assert not (tmp_path / "run" / "model").exists()
-    generator.run(config, tmp_path / "vae", tmp_path / "run", minutes=None, quiet=True)
-    pipe = generator.load_pipeline(tmp_path / "run" / "model")
+    generator.run(Run(config, tmp_path / "run", quiet=True), tmp_path / "vae", generator.Start())
+    pipe = load_pipeline(tmp_path / "run" / "model")
     card = json.loads((tmp_path / "run" / "model" / "card.json").read_text())
     assert card["steps"] == 3 and sum(card["parameters"].values()) > 0 and "starts_from" not in card
     sheet, prompts = generator.sample_sheet(pipe, {**card["settings"], "num_inference_steps": 1}, rows=1, columns=2)
@@ -461,7 +464,7 @@ def test_from_scenes_to_a_pipeline(tmp_path, family):
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
     with pytest.raises(BadCheckpoint, match="not a saved pipeline"):
-        generator.load_pipeline(tmp_path)
+        load_pipeline(tmp_path)
     with pytest.raises(BadCheckpoint, match="not a saved autoencoder"):
         vae.load_autoencoder(tmp_path)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
+
+from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.train.engine import Run
 from paperdolls.captions import caption
 from paperdolls.models import reader, recipes
 from paperdolls.models.recipe import GeneratorConfig
 from paperdolls.scene import sample_scene
-
-from guardpaint.errors import BadCheckpoint, BadConfig
 
 SHAPE = {
     "family": "flux",
@@ -29,7 +30,7 @@ def done(tmp_path_factory):
     file = folder / "t5.yaml"
     train = {"steps": 30, "batch_size": 16, "learning_rate": 0.003, "warmup": 2, "ema": 0.5, "seed": 1}
     file.write_text(yaml.safe_dump({"model": {**SHAPE, "scenes": 60}, "train": train}))
-    reader.run(file, folder / "run", None, quiet=True)
+    reader.run(Run(file, folder / "run", quiet=True))
     return folder / "run"
 
 
@@ -90,7 +91,7 @@ def test_a_generator_starts_with_it(done):
 
 
 def test_wrong_readers_are_named(done, tmp_path):
-    with pytest.raises(BadCheckpoint, match="train reader"):
+    with pytest.raises(BadCheckpoint, match="the trainer `reader`"):
         reader.load_reader(tmp_path, None)
 
     class Other:

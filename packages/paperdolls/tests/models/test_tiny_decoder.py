@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import torch
-from paperdolls.models import tiny_decoder, vae
 
 from guardpaint.draft.codec import vae_decode
+from guardpaint.train.engine import Run
+from paperdolls.models import tiny_decoder, vae
 
 
 def test_latents_are_those_of_the_pipelines():
@@ -29,9 +30,9 @@ def test_it_trains_and_ships_with_its_card(tmp_path):
     train = {"steps": 12, "batch_size": 4, "learning_rate": 0.003, "warmup": 1}
     config = {"model": {"channels": [8, 8, 8], "blocks": [1, 1, 1]}, "train": train}
     (tmp_path / "c.yaml").write_text(json.dumps(config))
-    tiny_decoder.run(tmp_path / "c.yaml", tmp_path / "vae", tmp_path / "run", 0.0, quiet=True)
+    tiny_decoder.run(Run(tmp_path / "c.yaml", tmp_path / "run", 0.0, quiet=True), tmp_path / "vae")
     assert not (tmp_path / "run/model").exists()
-    tiny_decoder.run(tmp_path / "c.yaml", tmp_path / "vae", tmp_path / "run", None, quiet=True)
+    tiny_decoder.run(Run(tmp_path / "c.yaml", tmp_path / "run", quiet=True), tmp_path / "vae")
     rows = [line.split(",") for line in (tmp_path / "run/loss.csv").read_text().splitlines()[1:]]
     losses = [float(r[2]) for r in rows]
     assert sum(losses[-3:]) < sum(losses[:3])
