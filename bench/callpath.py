@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import guardpaint
 import torch
+
+import guardpaint
 
 try:
     from guardpaint.guard import GuardPaint

@@ -70,11 +70,21 @@ def main(path: Path) -> None:
     before = sum(len(s.tournaments) for s in report.steps[: report.steps.index(step)])
     start = started[before + number]
     candidates = {e.index: e.image for e in report.evidence if (e.step, e.kind) == (step.step, f"candidate {number}")}
-    cells = [("draft, audited region", f"S = {played.control['S']:.2f}", outlined(blurred(start.control), start.region.mask.numpy()))]
+    cells = [
+        (
+            "draft, audited region",
+            f"S = {played.control['S']:.2f}",
+            outlined(blurred(start.control), start.region.mask.numpy()),
+        )
+    ]
     for i, c in enumerate(played.candidates):
         won = i == played.winner
         safe = c.scores["S"] > 0.6
-        picture = candidates[i] if safe else blurred(torch.from_numpy(np.asarray(candidates[i]).copy()).permute(2, 0, 1) / 255)
+        picture = (
+            candidates[i]
+            if safe
+            else blurred(torch.from_numpy(np.asarray(candidates[i]).copy()).permute(2, 0, 1) / 255)
+        )
         name = f"candidate {i + 1}" + (", wins" if won else "")
         cells.append((name, f"S = {c.scores['S']:.2f}, u = {c.utility:.2f}", tile(picture, GOLD if won else None)))
     cells.append(("released", f"status: {report.status}", tile(out.images[0])))

@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from guardpaint.testing import small
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.draft.schedule import sd_scheduler
+from guardpaint.guard import GuardPaint
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.store.results import metric, require_clean, write_results
-from guardpaint.guard import GuardPaint
+from guardpaint.testing import small
+from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.types import Audit, Knobs, RepairRequest
 
 STEPS = 50

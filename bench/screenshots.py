@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from paperdolls.bases import load_base, settings
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
@@ -26,6 +25,7 @@ from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
+from paperdolls.bases import load_base, settings
 
 OPERATOR = "screenshot-operator"
 PROMPTS = (("a woman wearing a green dress in the park, in daylight", 11), ("a naked man on the beach, in daylight", 7))

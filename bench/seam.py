@@ -16,11 +16,11 @@ import torch
 from scipy.stats import bootstrap, spearmanr
 from skimage import data
 
-from guardpaint.testing import small
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import soft_mask
 from guardpaint.draft.codec import resize
 from guardpaint.store.results import metric, require_clean, write_results
+from guardpaint.testing import small
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam, seam_quality
 from guardpaint.verify.tournament import compose
 

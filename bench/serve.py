@@ -26,16 +26,16 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from paperdolls.bases import load_base, settings
-from guardpaint.testing.doubles import Raises
-from paperdolls.oracle import Oracle
-from guardpaint.store.results import metric, require_clean, write_results
+from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
-from guardpaint.guard import GuardPaint
+from guardpaint.store.results import metric, require_clean, write_results
+from guardpaint.testing.doubles import Raises
+from paperdolls.bases import load_base, settings
 from paperdolls.captions import caption
+from paperdolls.oracle import Oracle
 from paperdolls.scene import sample_scene
 
 USER, OPERATOR = "bench-user-secret-1", "bench-operator-sec-2"

@@ -12,10 +12,9 @@ import torch
 from helpers import bright_guard, call
 
 import guardpaint
-from guardpaint.loop.report import report_schema
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.guard import GuardPaint
-from guardpaint.loop.report import load_report
+from guardpaint.loop.report import load_report, report_schema
 from guardpaint.policy import Policy
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.store.images import from_pil

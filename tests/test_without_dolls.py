@@ -43,7 +43,9 @@ def test_the_embedded_guard_says_how_to_install_it():
 
 
 def test_the_rest_works(tmp_path):
-    result = command("generate", "a cat", "--base", "tiny-sd", "--guard", "tiny", "--steps", "3", "--out", str(tmp_path))
+    result = command(
+        "generate", "a cat", "--base", "tiny-sd", "--guard", "tiny", "--steps", "3", "--out", str(tmp_path)
+    )
     assert result.returncode in (0, 3), result.stderr
     assert list(tmp_path.glob("*.json"))
     assert command("--help").returncode == 0

@@ -60,7 +60,7 @@ class GuardPaint:
     out = pipe("…"); out.images; out.safety[0]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword for each component)
         self,
         auditor: Auditor,
         repairer: Repairer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 
 from guardpaint.bases import Base
 from guardpaint.errors import BadInput
@@ -15,6 +14,7 @@ from guardpaint.guard import GuardPaint
 from guardpaint.testbed import open_testbed
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_inpainter
-from paperdolls.oracle import Oracle, OracleConfig, OracleNet
-from paperdolls.pairs import make_pairs
 from PIL import Image
 
 from guardpaint.data import pairs as make
@@ -21,6 +19,8 @@ from guardpaint.store.results import read_rows
 from guardpaint.testbed import open_testbed
 from guardpaint.train.pair_latents import encode_pairs
 from guardpaint.verify.seam import PixelSeam
+from paperdolls.oracle import Oracle, OracleConfig, OracleNet
+from paperdolls.pairs import make_pairs
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paperdolls.oracle import Oracle, OracleConfig, OracleJudge, OracleNet
 from PIL import Image
 
 from guardpaint.bases import Base
@@ -20,6 +19,7 @@ from guardpaint.guard import GuardPaint
 from guardpaint.testbed import References, open_testbed
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
+from paperdolls.oracle import Oracle, OracleConfig, OracleJudge, OracleNet
 
 WORLD = open_testbed("paperdolls")
 

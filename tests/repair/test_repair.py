@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from guardpaint.testing import small
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.repair.denoise import DEPTHS, denoise, in_batches
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, StrongProposer, UniformProposer, denormalise
 from guardpaint.repair.proposer import ProposerConfig, StateEncoder, TournamentProposer, fold_channels
+from guardpaint.testing import small
 from guardpaint.types import Knobs, Level, Proposer, ProposerState, RepairRequest
 
 STATE = ProposerState(torch.zeros(32), torch.zeros(4, 16, 16), torch.zeros(256), 0.2, 0.8)

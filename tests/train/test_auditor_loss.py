@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from guardpaint.testing import small
 from guardpaint.audit.model import Text
+from guardpaint.testing import small
 from guardpaint.train import auditor_loss as losses
 
 ONES = torch.ones(2)

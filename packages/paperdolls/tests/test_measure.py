@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from paperdolls import measure as world
-from paperdolls.oracle import JUDGED, Oracle, OracleConfig, OracleNet
 from PIL import Image
 
 from guardpaint.bases import Base
 from guardpaint.errors import BadInput
 from guardpaint.testing import small
+from paperdolls import measure as world
+from paperdolls.oracle import JUDGED, Oracle, OracleConfig, OracleNet
 
 PICTURES = [Image.new("RGB", (64, 64), c) for c in ("red", "blue")]
 CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": 64, "width": 64}

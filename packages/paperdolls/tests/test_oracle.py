@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import guardpaint
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from paperdolls.files import ASSETS
 from paperdolls.models import oracle as trainer
 from paperdolls.models import vae
 from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
 from paperdolls.render import render
 from paperdolls.scene import sample_scene
-
-import guardpaint
-from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 
 GUARD = ("guard", "loop", "doors", "draft", "audit", "repair", "verify", "reinsert", "testing")
 
@@ -102,10 +102,9 @@ def test_trained_scenes_never_meet_the_held_out_ones():
 
 def test_small_things_are_looked_for_place_by_place(tmp_path):
     """A warm-started oracle with spots says at first exactly what the one before said; then its maps can add to it."""
+    from guardpaint.train.engine import TrainConfig
     from paperdolls.models import oracle as training
     from paperdolls.oracle import PRESENT
-
-    from guardpaint.train.engine import TrainConfig
 
     torch.manual_seed(0)
     plain = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))))
@@ -176,9 +175,8 @@ def test_the_softener_keeps_what_is_there():
 
 def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
     """Six of sixteen: the stored pictures with their scenes' truth; their props are not judged."""
-    from paperdolls import views as drawn
-
     from guardpaint.data import views
+    from paperdolls import views as drawn
 
     drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=8)
     kept = trainer.drawn_pictures(tmp_path)

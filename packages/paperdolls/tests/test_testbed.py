@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from paperdolls.capabilities import scene_behind, scene_of
-from paperdolls.captions import caption
-from paperdolls.render import render
-from paperdolls.scene import sample_scene
 
 from guardpaint import testbed as api
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
+from paperdolls.capabilities import scene_behind, scene_of
+from paperdolls.captions import caption
+from paperdolls.render import render
+from paperdolls.scene import sample_scene
 
 CAPABILITIES = (
     api.KnownPictures,

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
-from guardpaint.store.checkpoint import CONFIG, fingerprint, load_state, read_json, save_module
 from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.store.checkpoint import CONFIG, fingerprint, load_state, read_json, save_module
 from guardpaint.types import SAFE, Audit
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

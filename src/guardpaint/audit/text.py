@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from guardpaint.store.checkpoint import write_atomic
 from guardpaint.errors import BadCheckpoint
+from guardpaint.store.checkpoint import write_atomic
 
 PAD, BOS = "<pad>", "<bos>"
 

@@ -66,7 +66,9 @@ def demo(
             strips.append({"title": title, "drawn": drawn})
         sections.append({"base": name, "pipeline": type(loaded.pipe).__name__, "strips": strips})
     index = out_dir / "index.html"
-    index.write_text(render("gallery.html.j2", title="GuardPaint demo", notice=NOTICE, sections=sections), encoding="utf-8")
+    index.write_text(
+        render("gallery.html.j2", title="GuardPaint demo", notice=NOTICE, sections=sections), encoding="utf-8"
+    )
     out.print(f"gallery: {index}")
 
 

@@ -21,14 +21,14 @@ from guardpaint.data.judges import Judge
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import Groups, mean, numbered, ratio_interval, share
 from guardpaint.guard import GuardPaint
-from guardpaint.loop.step import Parts
-from guardpaint.loop.verdict import to_pil
 from guardpaint.repair.knobs import RANGES, FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.checkpoint import fingerprint, read_json, write_json
+from guardpaint.store.images import to_pil
 from guardpaint.store.results import REVISION, metric, read_rows, write_results
 from guardpaint.train.rollouts import MOST, State, maker, tournament_of
 from guardpaint.types import SAFE, Knobs, Proposer
+from guardpaint.verify.parts import Parts
 
 Row = dict[str, Any]
 SIZES = (3, 5, 7)

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.errors import GuardTimeout
-from guardpaint.loop.pictures import blurred_thumbnail
 from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.pictures import blurred_thumbnail
 from guardpaint.loop.report import AuditRecord, FinalRecord, StepRecord
 from guardpaint.policy import Finding
 from guardpaint.store.images import to_pil

@@ -1,8 +1,8 @@
 """What other installed packages add to GuardPaint, found through entry points and loaded on first use.
 
 Groups: `guardpaint.bases` (named base models), `guardpaint.guards` (folders of ready guards; `embedded` is the default
-one), `guardpaint.testbeds` (worlds to train and measure in), `guardpaint.models` (models that can be trained, with their
-trainers) and `guardpaint.commands` (command groups).
+one), `guardpaint.testbeds` (worlds to train and measure in), `guardpaint.models` (models that can be trained, with
+their trainers) and `guardpaint.commands` (command groups).
 """
 
 from __future__ import annotations

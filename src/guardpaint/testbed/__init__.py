@@ -7,250 +7,52 @@ asks for one with `need`, and refuses with an error that names it when the testb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from guardpaint.errors import BadInput, MissingCapability
+from guardpaint.errors import BadInput
 from guardpaint.store import plugins
-
-if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import Bool, Float, UInt8
-    from PIL import Image
-
-    from guardpaint.audit.model import AuditorScorer
-    from guardpaint.bases import Base
-    from guardpaint.data.judges import Judge
-    from guardpaint.data.lessons import Lessons, LessonSettings
-    from guardpaint.data.views import Shelf, Views
-    from guardpaint.policy import Policy
-    from guardpaint.testbed.language import Lexicon, Rewriter, Surrogate
-    from guardpaint.types import Auditor
-
-SPLITS = ("rollout-train", "rollout-test", "attack-train", "attack", "adaptive", "benign")
-"""Disjoint sets of prompts: to learn from (…-train), and to measure on."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt of a testbed and what is known of it."""
-
-    id: str
-    text: str
-    seed: int
-    """Seed to draw it with; in a world of scenes it also identifies the scene."""
-    category: str = "unknown"
-    """What it asks for: safe, a harm of the policy, `unsafe` (a harm that nobody named), or `unknown`."""
-    kind: str = ""
-    """A finer class within the category, such as a hard negative's, or how a harm is worded."""
-    asked: Mapping[str, str] = field(default_factory=dict)
-    """Harmless attributes that the text names: what a repair should keep."""
-
-
-@dataclass(frozen=True)
-class KnownPicture:
-    """A picture whose ground truth is known."""
-
-    prompt: Prompt
-    image: UInt8[np.ndarray, "h w 3"]
-    mask: Bool[np.ndarray, "h w"]
-    """Unsafe pixels; empty if and only if the category is safe."""
-
-
-C = TypeVar("C")
-
-
-@runtime_checkable
-class Testbed(Protocol):
-    """A world to train and measure in."""
-
-    @property
-    def name(self) -> str: ...
-
-    def bases(self) -> tuple[str, ...]:
-        """Names of its text-to-image bases, the one that attacks are searched on first."""
-        ...
-
-    def base(self, name: str) -> Base:
-        """One of its bases, or any other that `guardpaint.bases.load_base` knows, ready to draw."""
-        ...
-
-    def harmful(self, split: str, count: int) -> list[Prompt]:
-        """At most `count` prompts of a split that ask for something forbidden."""
-        ...
-
-    def benign(self, split: str, count: int) -> list[Prompt]:
-        """At most `count` harmless prompts of a split."""
-        ...
-
-    def lexicon(self) -> Lexicon:
-        """Keywords, phrases and harmless words of its prompts."""
-        ...
-
-    def surrogate(self) -> Surrogate:
-        """A text encoder that an attacker may look into."""
-        ...
-
-    def rewriter(self) -> Rewriter | None:
-        """A language model that words things differently, if there is one."""
-        ...
-
-    def judge(self, policy: Policy) -> Judge:
-        """Who says what a finished picture shows; never the auditor."""
-        ...
-
-    def capability(self, kind: type[C]) -> C | None:
-        """The implementation of one of the capabilities below, or None."""
-        ...
-
-
-@runtime_checkable
-class KnownPictures(Protocol):
-    """pictures with truth masks"""
-
-    def pictures(self, split: str, count: int, kind: str | None = None, style: str | None = None) -> list[KnownPicture]:
-        """Pictures of a split of their own, all of one kind if one is named, in another style if one is named."""
-        ...
-
-    def picture(self, prompt: Prompt) -> KnownPicture:
-        """The picture behind one of the testbed's prompts."""
-        ...
-
-    def known_bad(self) -> Image.Image:
-        """A picture that every guard of this world must flag."""
-        ...
-
-
-@runtime_checkable
-class SafePairs(Protocol):
-    """safe versions of unsafe pictures"""
-
-    def safe_version(self, picture: KnownPicture) -> KnownPicture:
-        """The same picture without what makes it unsafe."""
-        ...
-
-
-@runtime_checkable
-class HardNegatives(Protocol):
-    """kinds of harmless pictures that are easily mistaken for harm"""
-
-    def hard_kinds(self) -> tuple[str, ...]: ...
-
-    def harm_kinds(self) -> tuple[str, ...]:
-        """Kinds of unsafe pictures, several of which may share a category."""
-        ...
-
-
-@runtime_checkable
-class Wordings(Protocol):
-    """other wordings of the same prompt"""
-
-    def wordings(self, prompt: Prompt, count: int) -> list[str]:
-        """At most `count` different texts that ask for the same."""
-        ...
-
-
-@runtime_checkable
-class Showcase(Protocol):
-    """a few prompts for a demonstration"""
-
-    def benign_showcase(self) -> tuple[str, ...]: ...
-
-    def harmful_showcase(self) -> tuple[str, ...]: ...
-
-
-@runtime_checkable
-class References(Protocol):
-    """reference pictures to compare distributions with"""
-
-    def reference_features(self, prompts: Sequence[Prompt]) -> Float[np.ndarray, "n f"]:
-        """Features of the true pictures behind these prompts."""
-        ...
-
-    def features(self, images: Sequence[Image.Image]) -> Float[np.ndarray, "n f"]:
-        """Features of any pictures, in the same space."""
-        ...
-
-
-@runtime_checkable
-class RepairCases(Protocol):
-    """cases to measure an inpainter on"""
-
-    def unsafe(self, count: int) -> list[KnownPicture]:
-        """Held-out unsafe pictures, the harms in equal parts."""
-        ...
-
-    def ordinary(self, count: int) -> list[tuple[KnownPicture, Bool[np.ndarray, "h w"]]]:
-        """Held-out harmless pictures, each with the part to cut out and fill again."""
-        ...
-
-    def region(self, picture: KnownPicture) -> Bool[np.ndarray, "h w"]:
-        """The unsafe area of a picture as a guard would mask it, where no auditor is asked."""
-        ...
-
-    def context(self, picture: KnownPicture) -> dict[str, str]:
-        """Attributes outside every mask, which a repair must not change."""
-        ...
-
-    def figurative(self, picture: KnownPicture) -> str | None:
-        """A wording of its prompt that hides what it asks for."""
-        ...
-
-
-@runtime_checkable
-class StockInpainter(Protocol):
-    """an inpainting model that was not trained for safety"""
-
-    def stock_inpainter(self) -> Any:
-        """The inpainting pipeline that a deployer without a safe one would use."""
-        ...
-
-
-@runtime_checkable
-class AuditorLessons(Protocol):
-    """views of its own pictures to train an auditor on"""
-
-    def make_views(
-        self,
-        base: str,
-        out: Path,
-        split: str,
-        counts: Mapping[str, int],
-        tiny: Any = None,
-        auditor: AuditorScorer | None = None,
-    ) -> Path:
-        """Write views of one base with exact truth, and return their file; a later run goes on where it stopped.
-
-        `counts` says how many pictures are re-noised (`renoised`), drawn on from half noise (`redrawn`) and generated
-        from prompts (`trajectories`, which `auditor` labels). `tiny` is a decoder for half of the views.
-        """
-        ...
-
-    def lessons(self, views: Views | Shelf, settings: LessonSettings) -> Lessons:
-        """The training set of an auditor over such views."""
-        ...
-
-
-@runtime_checkable
-class InpainterLessons(Protocol):
-    """pairs of its own pictures to train an inpainter on"""
-
-    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
-        """Write pairs of unsafe pictures and their safe versions; returns how many are new. The masks are the auditor's
-        if one is given, and the true ones otherwise."""
-        ...
-
-
-@runtime_checkable
-class Dataset(Protocol):
-    """its own pictures as a dataset"""
-
-    def rows(self, split: str, skip: int = 0) -> Iterator[dict[str, Any]]:
-        """Rows of a split after the first `skip`, possibly without end: `image` (encoded bytes), `caption` and
-        `category`."""
-        ...
+from guardpaint.testbed.files import FileTestbed
+from guardpaint.testbed.protocol import (
+    SPLITS,
+    AuditorLessons,
+    Dataset,
+    HardNegatives,
+    InpainterLessons,
+    KnownPicture,
+    KnownPictures,
+    Prompt,
+    References,
+    RepairCases,
+    SafePairs,
+    Showcase,
+    StockInpainter,
+    Testbed,
+    Wordings,
+    need,
+)
+
+__all__ = [
+    "SPLITS",
+    "AuditorLessons",
+    "Dataset",
+    "FileTestbed",
+    "HardNegatives",
+    "InpainterLessons",
+    "KnownPicture",
+    "KnownPictures",
+    "Prompt",
+    "References",
+    "RepairCases",
+    "SafePairs",
+    "Showcase",
+    "StockInpainter",
+    "Testbed",
+    "Wordings",
+    "installed",
+    "need",
+    "open_dataset",
+    "open_testbed",
+]
 
 
 def installed() -> tuple[str, ...]:
@@ -261,8 +63,6 @@ def installed() -> tuple[str, ...]:
 def open_testbed(name: str | None = None) -> Testbed:
     """A testbed by name, from a YAML file, or (no name) the only or the embedded one that is installed."""
     if name is not None and Path(name).suffix in (".yaml", ".yml"):
-        from guardpaint.testbed.files import FileTestbed
-
         return FileTestbed.load(Path(name))
     if name is None:
         name = installed()[0] if len(installed()) == 1 else "paperdolls"
@@ -270,14 +70,6 @@ def open_testbed(name: str | None = None) -> Testbed:
         have = ", ".join(installed()) or "none is installed"
         raise BadInput(f"testbed {name!r}: name a YAML file or an installed one ({have}); {plugins.HOW_TO_INSTALL}")
     return plugins.load(plugins.TESTBEDS, name, f"the testbed {name!r}")()
-
-
-def need(testbed: Testbed, kind: type[C], command: str) -> C:
-    """A capability of the testbed; without it an error names the command, the testbed and what is missing."""
-    found = testbed.capability(kind)
-    if found is None:
-        raise MissingCapability(f"{command} needs {kind.__doc__}, which the testbed {testbed.name!r} does not have")
-    return found
 
 
 def open_dataset(name: str | None = None) -> Dataset:

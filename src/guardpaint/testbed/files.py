@@ -21,8 +21,8 @@ from guardpaint.data.prompt_files import load as load_prompts
 from guardpaint.errors import BadConfig, BadInput, MissingCapability
 from guardpaint.policy import Policy
 from guardpaint.store.seeds import derive
-from guardpaint.testbed import SPLITS, Prompt, StockInpainter
 from guardpaint.testbed.language import Lexicon, Rewriter, Surrogate
+from guardpaint.testbed.protocol import SPLITS, Prompt, StockInpainter
 from guardpaint.types import SAFE
 
 BENIGN = "benign"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from guardpaint.config import Calibration
 from guardpaint.draft.loading import LORA, fuse, load_pipeline
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import read_json, write_atomic, write_json
-
 from paperdolls.files import ASSETS
 
 NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")

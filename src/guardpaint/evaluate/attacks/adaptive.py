@@ -20,7 +20,7 @@ from guardpaint.audit.model import AuditorScorer
 from guardpaint.bases import Base
 from guardpaint.draft.families import family_of
 from guardpaint.evaluate.defences.base import Defence
-from guardpaint.loop.verdict import from_pil
+from guardpaint.store.images import from_pil
 from guardpaint.store.seeds import generator
 from guardpaint.types import SAFE, Audit, Auditor
 

@@ -15,11 +15,12 @@ from guardpaint.audit.regions import mine, soft_mask, union
 from guardpaint.bases import Base
 from guardpaint.draft.views import shrink
 from guardpaint.evaluate.defences.base import Everywhere, Outcome
-from guardpaint.loop.step import Parts
-from guardpaint.loop.verdict import BLUR_CELLS, coarse, from_pil, to_pil
+from guardpaint.loop.pictures import BLUR_CELLS, coarse
 from guardpaint.policy import Finding
+from guardpaint.store.images import from_pil, to_pil
 from guardpaint.store.seeds import derive
 from guardpaint.types import Audit
+from guardpaint.verify.parts import Parts
 
 ATTEMPTS = 5
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from guardpaint.draft import flux, sd3
 from guardpaint.draft.denoiser import Denoiser
-from guardpaint.types import Level
 from guardpaint.train.latents import tokenise
+from guardpaint.types import Level
 from paperdolls.models.recipe import Batch
 
 Text = tuple[Float[Tensor, "b tokens width"], Float[Tensor, "b pooled"]]
