@@ -76,8 +76,15 @@ def main() -> None:
     files = sorted({Path(f).relative_to(ROOT).as_posix() for _, f, _ in found.calls})
     functions = {(f, name) for _, f, name in found.calls}
     hops = [(a, b) for a, b, _ in found.calls if a != b]
-    print(json.dumps({"calls": len(found.calls), "functions": len(functions), "files": len(files),
-                      "hops_between_files": len(hops), "kinds_of_hops": len(set(hops)), "names": files}, indent=1))  # fmt: skip
+    summary = {
+        "calls": len(found.calls),
+        "functions": len(functions),
+        "files": len(files),
+        "hops_between_files": len(hops),
+        "kinds_of_hops": len(set(hops)),
+        "names": files,
+    }
+    print(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,26 +55,29 @@ def story(report: Any) -> dict[str, Any]:
     return {"status": str(report.status), "winners": winners, "triggered": [s.triggered for s in report.steps]}
 
 
-def draw(folder: Path) -> None:
-    """Draw every case; writes PNGs and story.json."""
+def drawn(name: str) -> Iterator[tuple[str, str, Any, Any]]:
+    """(key, prompt, picture, report) of every case on one base."""
     from guardpaint import GuardPaint
 
-    torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
     guard = GuardPaint.embedded()
     strict = guard.configured(policy=replace(guard.policy, last_resort=("block",)), delta=1.0)
+    pipe, call = open_base(name)
+    for k, prompt in enumerate((*PROMPTS, BLOCKED)):
+        twin = (strict if prompt == BLOCKED else guard).attach(pipe)
+        out = twin(prompt, generator=torch.Generator().manual_seed(SEED), **call)
+        yield f"{name}-{k}", prompt, out.images[0], out.safety[0]
+
+
+def draw(folder: Path) -> None:
+    """Draw every case; writes PNGs and story.json."""
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
-    for name in BASES:
-        pipe, call = open_base(name)
-        for k, prompt in enumerate((*PROMPTS, BLOCKED)):
-            twin = (strict if prompt == BLOCKED else guard).attach(pipe)
-            out = twin(prompt, generator=torch.Generator().manual_seed(SEED), **call)
-            image = out.images[0]
-            key = f"{name}-{k}"
-            image.save(folder / f"{key}.png")
-            digest = hashlib.sha256(image.tobytes()).hexdigest()
-            found[key] = {"prompt": prompt, "sha256": digest, **story(out.safety[0])}
-            print(f"{key:18s} {found[key]['status']:10s} {digest[:12]} {prompt}", flush=True)
+    for key, prompt, image, report in (case for name in BASES for case in drawn(name)):
+        image.save(folder / f"{key}.png")
+        digest = hashlib.sha256(image.tobytes()).hexdigest()
+        found[key] = {"prompt": prompt, "sha256": digest, **story(report)}
+        print(f"{key:18s} {found[key]['status']:10s} {digest[:12]} {prompt}", flush=True)
     (folder / "story.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

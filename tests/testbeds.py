@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from guardpaint.bases import load_base
 from guardpaint.testbed import Prompt
 
 
@@ -12,6 +13,9 @@ class Bare:
 
     def bases(self):
         return ("tiny-sd",)
+
+    def base(self, name):
+        return load_base(name)
 
     def harmful(self, split, count):
         return [Prompt(f"{split}-{i}", f"something bad {i}", 100 + i, "nudity", "plain") for i in range(count)]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import guardpaint
 from guardpaint.loop.audit_log import verify_log
 from guardpaint.testing import small
 
@@ -37,7 +38,7 @@ def test_help_teaches_and_is_quick():
     for word in ("generate", "audit", "inspect", "doctor", "log", "demo", "Exit codes"):
         assert word in result.stdout
     assert "--seed" in run("generate", "--help").stdout
-    assert run("--version").stdout.strip() == "0.1.0"
+    assert run("--version").stdout.strip() == guardpaint.__version__
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_inspect_tells_the_story(generated):
     report = json.loads(result.stdout)["images"][0]["report"]
     told = run("inspect", report)
     assert told.returncode == 0 and "Final verdict" in told.stdout and "Step 4/4" in told.stdout
-    assert json.loads(run("inspect", report, "--json").stdout)["version"] == 1
+    assert json.loads(run("inspect", report, "--json").stdout)["version"] == 2
     assert run("inspect", "nowhere.json").returncode == 1
 
 
@@ -108,7 +109,7 @@ def test_exit_codes(tmp_path):
     assert missing.returncode == 1 and "no-such-base" in missing.stderr and "Traceback" not in missing.stderr
     assert run("generate", "x", "--guard", tmp_path / "nothing").returncode == 1
     own = run("generate", "x", "--base", tmp_path)
-    assert own.returncode == 1 and "paper dolls only" in own.stderr
+    assert own.returncode == 1 and "the embedded guard knows" in own.stderr
     assert run("generate", "y" * 30_000).returncode == 1
     many = run("generate", "x", "--steps", "5000", "--out", tmp_path)
     assert many.returncode == 1 and "5000" in many.stderr and "Traceback" not in many.stderr

@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 from guardpaint.cli.main import app
 from guardpaint.config import GuardConfig
 from guardpaint.data import views
+from guardpaint.data.views import ViewedBase
 from guardpaint.evaluate import auditor as measure
 from guardpaint.policy import Policy
 from guardpaint.testing import small
+from paperdolls import views as drawn
 
 NAMES = Policy.default().names
 
@@ -59,7 +61,7 @@ def test_the_command_writes_every_required_key(tmp_path):
     folder = tmp_path / "views"
     net = small.pipeline("sd")
     with torch.no_grad():
-        made = [views.renoised(net, {"num_inference_steps": 2}, None, list(range(i, i + 20))) for i in (0, 20)]
+        made = [drawn.renoised(ViewedBase(net, {"num_inference_steps": 2}), list(range(i, i + 20))) for i in (0, 20)]
     views.store(made, folder / "mini-sd-test.pt")
     out = tmp_path / "auditor.json"
     args = ["--auditor", str(tmp_path / "auditor"), "--views", str(folder), "--results", str(out), "--count", "100"]

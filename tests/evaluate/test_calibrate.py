@@ -17,6 +17,7 @@ from guardpaint.guard import GuardPaint
 from guardpaint.policy import Policy
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
+from paperdolls import views as drawn
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("calibration")
     small.guard().save_pretrained(root / "guard")
     small.auditor().save_pretrained(root / "auditor")
-    views.store([views.clean(small.vae(4), list(range(300)))], root / "views" / "mini-sd-calibration.pt")
+    views.store([drawn.clean(small.vae(4), list(range(300)))], root / "views" / "mini-sd-calibration.pt")
     return root
 
 

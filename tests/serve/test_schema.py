@@ -10,7 +10,7 @@ import schemathesis
 from helpers import serving
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from test_service import OPERATOR, bearer, make
+from services import OPERATOR, bearer, make
 
 from guardpaint.serve.app import create_app
 from guardpaint.testing.doubles import FlagsBright

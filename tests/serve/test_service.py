@@ -13,6 +13,7 @@ import torch
 from fastapi.testclient import TestClient
 from helpers import serving
 from PIL import Image
+from services import BAD, CALL, KEYS, OPERATOR, OTHER, USER, bearer, make
 
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
@@ -24,17 +25,6 @@ from guardpaint.serve.settings import Key, Settings, load_keys
 from guardpaint.serve.worker import Ask, Cancelled, Job, Overloaded, Worker
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises
-
-USER, OPERATOR, OTHER = "user-secret-0123456", "operator-secret-012", "other-secret-012345"
-KEYS = {USER: Key("ann", per_minute=1000), OPERATOR: Key("olga", "operator", 1000), OTHER: Key("bob", per_minute=1000)}
-CALL = {"num_inference_steps": 2, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
-BAD = Image.new("RGB", (64, 64), "white")
-
-
-def make(auditor=None, guard=None, **settings):
-    guard = guard or GuardPaint(auditor or AlwaysSafe(), PaintsFlat())
-    limits = Settings(keys=KEYS, **settings)
-    return Service(Worker(guard, small.pipeline("sd"), CALL, limits), "tiny-sd", limits, BAD)
 
 
 @pytest.fixture
@@ -51,10 +41,6 @@ def client():
     yield open_client
     for test in opened:
         test.__exit__(None, None, None)
-
-
-def bearer(secret=USER):
-    return {"Authorization": f"Bearer {secret}"}
 
 
 def ask(test, secret=USER, **body):
@@ -120,7 +106,7 @@ def test_reports_are_their_owners(client):
     answer = ask(test)
     items = answer.json().get("data") or answer.json()["error"]["safety"]
     name = items[0]["safety"]["report"] if "safety" in items[0] else items[0]["report"]
-    assert test.get(f"/v1/reports/{name}", headers=bearer()).json()["version"] == 1
+    assert test.get(f"/v1/reports/{name}", headers=bearer()).json()["version"] == 2
     assert test.get(f"/v1/reports/{name}", headers=bearer(OTHER)).status_code == 404
     assert "<html" in test.get(f"/v1/reports/{name}?html=true", headers=bearer()).text.lower()
 

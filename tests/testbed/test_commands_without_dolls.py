@@ -43,7 +43,7 @@ def said(tmp_path_factory):
     root = tmp_path_factory.mktemp("without")
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, HERE / "without_dolls.py", root],
+        [sys.executable, HERE.parent / "without_dolls.py", root],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.bases import load_base
 from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig, BadInput
@@ -26,7 +27,8 @@ def guard():
 
 @pytest.fixture(scope="module", params=bases.shipped())
 def base(request):
-    return bases.load_base(request.param), bases.settings(request.param)
+    found = load_base(request.param)
+    return found.pipe, dict(found.call)
 
 
 def draw(pipe, prompt, settings, seed=1):
@@ -80,8 +82,8 @@ def test_the_assembled_guard_is_links_and_a_manifest():
     real = [
         p for p in bases.GUARD.rglob("*") if p.is_file() and not p.is_symlink() and not bases.linked_to(p, bases.GUARD)
     ]
-    assert [p.name for p in real] == ["guardpaint.json"]
-    assert json.loads(real[0].read_text())["version"] == 1
+    assert sorted(p.name for p in real) == ["guardpaint.json", "policy.yaml"]
+    assert json.loads((bases.GUARD / "guardpaint.json").read_text())["version"] == 1
 
 
 def test_a_default_guard_takes_the_proposer_it_is_told(tmp_path):

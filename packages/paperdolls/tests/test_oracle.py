@@ -178,7 +178,7 @@ def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
     from guardpaint.data import views
     from paperdolls import views as drawn
 
-    drawn.make_views("mini-sd3-turbo", None, tmp_path, "oracle", 0, 8, batch=8)
+    drawn.make_views("mini-sd3-turbo", tmp_path, "oracle", {"redrawn": 8}, batch=8)
     kept = trainer.drawn_pictures(tmp_path)
     assert (kept.kind == views.KINDS.index("redrawn")).all()
     batch = trainer.with_drawn(800, 16, kept, torch.Generator().manual_seed(2))
