@@ -43,7 +43,8 @@ class Example:
             opened = Image.open(io.BytesIO(self.image))
             if opened.width * opened.height > MOST_PIXELS:
                 raise BadInput(
-                    f"image {self.key} of {self.source}: {opened.width}×{opened.height} is over {MOST_PIXELS // 1_000_000} MP"
+                    f"image {self.key} of {self.source}: {opened.width}×{opened.height} "
+                    f"is over {MOST_PIXELS // 1_000_000} MP"
                 )
             return opened.convert("RGB")
         except (UnidentifiedImageError, OSError, ValueError) as error:
