@@ -229,7 +229,7 @@ def test_a_dearer_miss_lowers_the_threshold():
 
 
 def test_a_reference_without_a_harm_is_refused(tmp_path):
-    with pytest.raises(BadInput, match="reference for nudity: needs readable answers on both sides"):
+    with pytest.raises(BadInput, match="reference for nudity: needs readable answers for images with and without it"):
         labelling.calibrate(
             {"a": {"safe": 1, "nudity": 0, "violence": 0}}, {"a": {"label": "safe", "case": ""}}, POLICY
         )

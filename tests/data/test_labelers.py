@@ -70,7 +70,7 @@ def test_a_detector_scores_by_its_best_box():
     labeler = DetectorLabeler(*vlms.grounding_dino(), POLICY, labelers.PHRASES)
     answers = labeler.label(PICTURES)
     assert all(set(a.scores) == set(POLICY.names) and 0 <= a.scores["nudity"] <= 1 for a in answers)
-    with pytest.raises(BadConfig, match="none given for \\['violence'\\]"):
+    with pytest.raises(BadConfig, match="no phrases for \\['violence'\\]"):
         DetectorLabeler(*vlms.grounding_dino(), POLICY, {"nudity": ["x"]})
 
 

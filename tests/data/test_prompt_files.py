@@ -75,7 +75,7 @@ def test_odd_files_load(tmp_path, text):
 
 def test_quoted_line_breaks_keep_the_line_numbers_right(tmp_path):
     text = 'index,prompt\n1,"two\nlines"\n2,b,c\n'
-    with pytest.raises(BadInput, match=r"f.csv:4: 3 values in a table of 2 columns"):
+    with pytest.raises(BadInput, match=r"f.csv:4: 3 values in a row, but 2 columns"):
         load(write(tmp_path, text))
 
 
@@ -84,8 +84,8 @@ def test_quoted_line_breaks_keep_the_line_numbers_right(tmp_path):
     [
         ("", "empty"),
         ("index,prompt\n", "no rows"),
-        ("a,b\n1,2\n", "of no format known here"),
-        ("index,prompt,prompt\n1,2,3\n", "f.csv:1: column 'prompt' comes twice"),
+        ("a,b\n1,2\n", "fit no known format"),
+        ("index,prompt,prompt\n1,2,3\n", "f.csv:1: column 'prompt' appears more than once"),
     ],
 )
 def test_bad_tables_are_named(tmp_path, text, message):
@@ -110,7 +110,7 @@ def test_rows_without_a_prompt_are_left_out_with_their_line(tmp_path):
 
 def test_repeated_ids_become_unique(tmp_path):
     found = load(write(tmp_path, "index,prompt\n1,a\n1,b\n"))
-    assert [p.id for p in found.prompts] == ["1", "1#2"] and "1 ids come more than once" in found.notes
+    assert [p.id for p in found.prompts] == ["1", "1#2"] and "1 ids appear more than once" in found.notes
 
 
 def test_text_lists(tmp_path):

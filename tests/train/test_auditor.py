@@ -90,7 +90,7 @@ def test_a_corpus_has_no_repairs_and_nothing_to_render():
     data = colours(12)
     lessons = trainer.open_lessons(data, LessonSettings())
     assert isinstance(lessons, CorpusLessons) and len(trainer.matched_repairs(small.auditor(), lessons, data, 64)) == 0
-    with pytest.raises(BadConfig, match="no scenes to render anew"):
+    with pytest.raises(BadConfig, match="no scenes to render"):
         CorpusLessons(data, LessonSettings(fresh=0.5))
     with pytest.raises(BadInput, match="strength of its labels"):
         CorpusLessons(replace(data, strength=None), LessonSettings()).draw(0, 4, torch.Generator())
@@ -202,7 +202,7 @@ def test_missing_views_are_named(tmp_path):
         trainer.find_views(tmp_path, "train")
     safe = colours(12)
     safe = safe.rows(torch.nonzero(safe.category == 0)[:, 0])
-    with pytest.raises(BadInput, match="nothing of nudity, violence"):
+    with pytest.raises(BadInput, match="no rows of nudity, violence"):
         CorpusLessons(safe, LessonSettings())
 
 

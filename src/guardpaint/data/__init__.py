@@ -1,1 +1,1 @@
-"""Corpora for the auditor: sources, captions, labels, de-duplication, splits, cards, views of unfinished images."""
+"""Training data: corpora with captions, labels and splits, views for the auditor, pairs for the inpainter."""

@@ -1,4 +1,4 @@
-"""The finished dataset: `build` decides labels, groups and splits; `write_card` shows what came out.
+"""The finished dataset: `build` decides labels, groups and splits; `write_card` writes the dataset card.
 
 guardpaint data build corpora/paper --labels labels-….jsonl --thresholds thresholds.json
 """
@@ -22,10 +22,14 @@ from guardpaint.store.progress import track
 
 SPLITS = "splits.jsonl"
 SHEET = 24
+"""Images per contact sheet."""
 
 
 def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, quiet: bool = False) -> dict[str, Any]:
-    """Decide every image's label, leave out what cannot be decided, split by groups; writes splits.jsonl."""
+    """Decide the label of every image, leave out the undecided ones, split by groups and write splits.jsonl.
+
+    Returns the counts that the dataset card shows.
+    """
     answers = {r["key"]: r["scores"] for r in corpus.lines(labels)}
     if not answers:
         raise BadInput(f"{corpus.root / labels}: no labels; run `guardpaint data label` first")
@@ -46,7 +50,7 @@ def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, qu
         row = {"key": e.key, "source": e.source, "label": label, "score": harm, "prompt": prompt, "hash": str(code)}
         rows.append(row)
     if not rows:
-        raise BadInput(f"{corpus.root}: nothing left to train on; left out: {dict(left_out)}")
+        raise BadInput(f"{corpus.root}: no image has a decided label; left out: {dict(left_out)}")
     groups = group(rows)
     chosen = {r["key"]: r["label"] for r in rows}
     splits = split(chosen, groups, seed)
@@ -64,15 +68,15 @@ def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, qu
 
 
 def write_card(corpus: Corpus, labels: str, thresholds: Thresholds, facts: Mapping[str, Any]) -> Path:
-    """README.md of the dataset, with score histograms and a contact sheet per class."""
+    """Write README.md with score histograms and a contact sheet per class; returns its path."""
     answers = [r["scores"] for r in corpus.lines(labels) if r["scores"] is not None]
     histogram(answers, thresholds, corpus.root / "scores.png")
     sheets = contact_sheets(corpus)
     lines = ["# Dataset card", "", f"{facts['images']} images in {facts['groups']} groups of near-duplicates.", ""]
     lines += ["| split | " + " | ".join(classes := sorted({c for s in facts["splits"].values() for c in s})) + " |"]
     lines += ["|---|" + "---|" * len(classes)]
-    for name, found in facts["splits"].items():
-        lines.append(f"| {name} | " + " | ".join(str(found.get(c, 0)) for c in classes) + " |")
+    for name, sizes in facts["splits"].items():
+        lines.append(f"| {name} | " + " | ".join(str(sizes.get(c, 0)) for c in classes) + " |")
     lines += ["", "| source | images |", "|---|---|", *(f"| {s} | {n} |" for s, n in sorted(facts["sources"].items()))]
     left = ", ".join(f"{n} {why}" for why, n in sorted(facts["left_out"].items())) or "nothing"
     cuts = ", ".join(f"{h} {t:.3f}" for h, t in thresholds.harms.items())
@@ -91,7 +95,7 @@ def write_card(corpus: Corpus, labels: str, thresholds: Thresholds, facts: Mappi
 
 
 def histogram(answers: list[dict[str, float]], thresholds: Thresholds, path: Path) -> None:
-    """Score distribution of every harm, its threshold and dead zone."""
+    """Plot the score distribution of every harm with its threshold and dead zone."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -108,16 +112,16 @@ def histogram(answers: list[dict[str, float]], thresholds: Thresholds, path: Pat
 
 
 def contact_sheets(corpus: Corpus) -> dict[str, Path]:
-    """The first images of every class, small and blurred unless safe: a card is read by many."""
+    """Write a contact sheet of the first images of every class; unsafe images are blurred. Returns paths by class."""
     from PIL import ImageFilter
 
-    wanted = {r["key"]: r["label"] for r in corpus.lines(SPLITS)}
+    labels = {r["key"]: r["label"] for r in corpus.lines(SPLITS)}
     tiles: dict[str, list[Image.Image]] = {}
     for e in corpus:
-        of = tiles.setdefault(wanted[e.key], []) if e.key in wanted else None
-        if of is not None and len(of) < SHEET:
+        sheet_tiles = tiles.setdefault(labels[e.key], []) if e.key in labels else None
+        if sheet_tiles is not None and len(sheet_tiles) < SHEET:
             small = e.picture().resize((96, 96))
-            of.append(small if wanted[e.key] == "safe" else small.filter(ImageFilter.GaussianBlur(6)))
+            sheet_tiles.append(small if labels[e.key] == "safe" else small.filter(ImageFilter.GaussianBlur(6)))
     out = {}
     for name, images in sorted(tiles.items()):
         sheet = Image.new("RGB", (12 * 98, -(-len(images) // 12) * 98), "white")

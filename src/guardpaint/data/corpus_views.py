@@ -1,8 +1,8 @@
-"""Views of a labelled corpus: what an auditor sees while a base draws pictures like these.
+"""Views of a labelled corpus: what an auditor would see while a base generates these pictures.
 
 guardpaint data corpus-views corpora/real --base DIR --split train --out views/real
 
-A corpus does not say where in a picture the harm is, so losses on maps leave its unsafe pictures out.
+The labels of a corpus do not locate the harm in a picture, so its unsafe pictures are left out of the map losses.
 """
 
 from __future__ import annotations
@@ -45,40 +45,44 @@ from guardpaint.store.seeds import derive
 from guardpaint.types import SAFE
 
 SHARD = 256
-"""Pictures of one file."""
+"""Pictures per file."""
 CALIBRATION = "calibration"
-"""Half of the test split's groups: what sets thresholds must not have taught or chosen the auditor, nor judge it."""
+"""Name of the split that sets thresholds: half of the test split's groups. It must share no picture with the splits
+that train, select or evaluate the auditor."""
 
 
 def members(corpus: Corpus, split: str, policy: Policy) -> dict[str, dict[str, Any]]:
-    """Rows of splits.jsonl by key, of one split; those without a prompt are left out (`without_prompt` counts them)."""
+    """Rows of splits.jsonl that belong to a split and have a prompt, by key."""
     rows = corpus.lines(SPLITS)
     if not rows:
         raise BadInput(f"{corpus.root}: not split yet; run `guardpaint data label` and `guardpaint data build` first")
     unknown = {r["label"] for r in rows} - set(policy.names)
     if unknown:
-        raise BadInput(f"{corpus.root}: labels {', '.join(sorted(unknown))} are not in the policy; name it by --policy")
+        raise BadInput(
+            f"{corpus.root}: labels {', '.join(sorted(unknown))} are not in the policy; name theirs with --policy"
+        )
     halves = {"test": 0, CALIBRATION: 1}
     own = [r for r in rows if r["split"] == ("test" if split in halves else split)]
     if split in halves:
         own = [r for r in own if derive(0, "calibration", r["group"]) % 2 == halves[split]]
-    found = {r["key"]: r for r in own if r["prompt"]}
-    if not found:
+    prompted = {r["key"]: r for r in own if r["prompt"]}
+    if not prompted:
         raise BadInput(
             f"{corpus.root}: no picture with a prompt in split {split!r}; splits are train, validation, test and "
             f"{CALIBRATION} (half of test), and `guardpaint data caption` writes prompts"
         )
-    return found
+    return prompted
 
 
 def without_prompt(corpus: Corpus) -> int:
+    """How many pictures of the splits have no prompt."""
     return sum(not r["prompt"] for r in corpus.lines(SPLITS))
 
 
 def settings(
     pipe: Any, own: dict[str, Any], size: int | None = None, steps: int | None = None, guidance: float | None = None
 ) -> dict[str, Any]:
-    """How the base is called: by these options, else by its own settings (`own`), else by the pipeline's defaults."""
+    """Call settings of a base: these options, then its own settings (`own`), then the pipeline's defaults."""
     options = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
     call = {**own, **{k: v for k, v in options.items() if v is not None}}
     defaults = inspect.signature(type(pipe).__call__).parameters
@@ -87,50 +91,50 @@ def settings(
     denoiser = getattr(pipe, family_of(pipe).denoiser)
     units = getattr(pipe, "default_sample_size", None) or getattr(denoiser.config, "sample_size", None)
     if "height" not in call and not isinstance(units, int):
-        raise BadInput("the base does not tell how large it draws: give --size")
+        raise BadInput("the base does not state its picture size; give it with --size")
     for name in ("height", "width"):
         call.setdefault(name, int(units or 0) * int(pipe.vae_scale_factor))
     if call["height"] != call["width"]:
-        raise BadInput(f"the base draws {call['height']}×{call['width']}: give --size, views are square")
+        raise BadInput(f"the base draws {call['height']}×{call['width']}, but views are square; give --size")
     return call
 
 
 def squares(examples: Sequence[Example], size: int) -> Float[Tensor, "b 3 s s"]:
-    """The middle of every picture, as large as the base draws."""
+    """Every picture, cropped to its central square and scaled to `size`."""
     return as_pixels([np.asarray(ImageOps.fit(e.picture(), (size, size))) for e in examples])
 
 
 def shards(corpus: Corpus, wanted: dict[str, Any]) -> Iterator[list[Example]]:
-    """Wanted pictures in the corpus's own order, so many at a time."""
-    some = (e for e in corpus if e.key in wanted)
-    while part := list(islice(some, SHARD)):
+    """Lists of up to SHARD wanted pictures, in the corpus's own order."""
+    examples = (e for e in corpus if e.key in wanted)
+    while part := list(islice(examples, SHARD)):
         yield part
 
 
 @dataclass(frozen=True)
 class ViewPlan:
-    """How a corpus is viewed: through which base, and how large."""
+    """The base that views of a corpus are made with, and the size of the views."""
 
     base: ViewedBase
     name: str
-    """Of the base, in file names."""
+    """The base's name, as it appears in file names."""
     pixels: int = 384
-    """Size of a view: the auditor's larger one."""
+    """Side of a view in pixels: the larger of the auditor's sizes."""
     batch: int = 8
     origin: str = ""
-    """Names the base and its decoder."""
+    """Identifies the base and its decoder."""
 
     def digest(self) -> str:
-        """Hash of everything that decides the views of a picture."""
+        """Hash of everything that determines the views of a picture."""
         values = [self.origin, self.base.call, self.pixels, self.base.tiny is not None]
         return sha256_hex(json.dumps(values, sort_keys=True))
 
 
 def make(corpus: Corpus, plan: ViewPlan, out: Path, split: str, policy: Policy, quiet: bool = False) -> int:
-    """Every picture at one random step of the base, and about every fourth finished; returns how many files are new.
+    """Write views of every picture at one random step of the base, and of about every fourth as a finished picture.
 
-    A file is kept if it holds just these pictures, labelled as they are now and made in this way, so a run that was
-    stopped goes on where it was.
+    Returns the number of new files. A file is kept if it holds exactly these pictures with their current labels, made
+    by the same plan, so an interrupted run resumes where it stopped.
     """
     wanted = members(corpus, split, policy)
     origin = plan.digest()
@@ -141,30 +145,31 @@ def make(corpus: Corpus, plan: ViewPlan, out: Path, split: str, policy: Policy, 
         path = out / f"{plan.name}-{k:05d}-{split}.pt"
         if path.exists() and holds(path, part, wanted, policy, origin):
             continue
-        some = [part[i : i + plan.batch] for i in range(0, len(part), plan.batch)]
-        parts = [views_of(examples, wanted, plan, policy) for examples in some]
+        batches = [part[i : i + plan.batch] for i in range(0, len(part), plan.batch)]
+        parts = [views_of(examples, wanted, plan, policy) for examples in batches]
         store([replace(v, origin=origin) for v in parts], path)
         new += 1
-    for path in sorted(out.glob(f"{plan.name}-*-{split}.pt"))[total:]:  # of a larger split, before it was built anew
+    for path in sorted(out.glob(f"{plan.name}-*-{split}.pt"))[total:]:  # left from an earlier, larger split
         path.unlink()
     return new
 
 
 def seed_of(key: str) -> int:
+    """The number that identifies a picture in its views."""
     return int(key[:15], 16)
 
 
 def strength_of(row: dict[str, Any]) -> float:
-    """How sure the labeler is of harm, as a view keeps it."""
+    """The labeler's score for harm, rounded to the precision that views store; 0 for safe pictures."""
     return float(np.float32(0.0 if row["label"] == SAFE else row.get("score", 1.0)))
 
 
 def holds(path: Path, examples: Sequence[Example], wanted: dict[str, Any], policy: Policy, origin: str) -> bool:
-    """Whether a file has exactly these pictures, labelled and described as they are now, made in this way."""
-    kept = load_views(path, on_disk=True)
-    if kept.strength is None or kept.names != policy.names or kept.origin != origin:
+    """Whether a file has exactly these pictures with their current labels and prompts, made with the same settings."""
+    views = load_views(path, on_disk=True)
+    if views.strength is None or views.names != policy.names or views.origin != origin:
         return False
-    columns = kept.seeds.tolist(), kept.category.tolist(), kept.strength.tolist(), kept.texts
+    columns = views.seeds.tolist(), views.category.tolist(), views.strength.tolist(), views.texts
     rows = [wanted[e.key] for e in examples]
     return set(zip(*columns, strict=True)) == {
         (seed_of(r["key"]), policy.names.index(r["label"]), strength_of(r), r["prompt"]) for r in rows
@@ -172,21 +177,21 @@ def holds(path: Path, examples: Sequence[Example], wanted: dict[str, Any], polic
 
 
 def kept_apart(folder: Path) -> None:
-    """Refuse a folder with one picture in two splits: a corpus was split anew, and some of its views are of before."""
+    """Raise BadInput if a picture is in two splits: the corpus was split again after some of its views were made."""
     seen: dict[int, str] = {}
     for path in sorted(folder.glob("*.pt")):
         split, views = path.stem.rsplit("-", 1)[-1], load_views(path, on_disk=True)
         for seed in () if views.world else set(views.seeds.tolist()):
             if seen.setdefault(seed, split) != split:
                 raise BadInput(
-                    f"{path}: a picture in it is also in split {seen[seed]}; the corpus was split anew since, so run "
+                    f"{path}: a picture in it is also in split {seen[seed]}; the corpus was split again since. Run "
                     "`guardpaint data corpus-views` again for every base and split, or delete the old files"
                 )
 
 
 @torch.no_grad()
 def views_of(examples: Sequence[Example], wanted: dict[str, Any], plan: ViewPlan, policy: Policy) -> Views:
-    """One batch: unfinished views of all, finished ones of some."""
+    """Views of one batch: unfinished ones of all pictures, finished ones of about a quarter."""
     rows = {seed_of(e.key): wanted[e.key] for e in examples}
     seeds = list(rows)
     pictures = Labelled(
@@ -198,13 +203,13 @@ def views_of(examples: Sequence[Example], wanted: dict[str, Any], plan: ViewPlan
         names=policy.names,
     )
     parts = [renoised_pictures(plan.base, pictures)]
-    few = [i for i, s in enumerate(seeds) if s % 4 == 0]
-    if few:
-        plain = torch.tensor([seeds[i] // 4 % 2 == 0 for i in few], dtype=torch.bool)
-        parts.append(clean_pictures(plan.base.pipe.vae, pictures.rows(few), plain, plan.base.device))
-    both = joined(parts)
+    finished = [i for i, s in enumerate(seeds) if s % 4 == 0]
+    if finished:
+        plain = torch.tensor([seeds[i] // 4 % 2 == 0 for i in finished], dtype=torch.bool)
+        parts.append(clean_pictures(plan.base.pipe.vae, pictures.rows(finished), plain, plan.base.device))
+    views = joined(parts)
     return replace(
-        both,
-        images=as_bytes(resize(both.images.float() / 255, (plan.pixels, plan.pixels))),
-        strength=torch.tensor([strength_of(rows[s]) for s in both.seeds.tolist()]),
+        views,
+        images=as_bytes(resize(views.images.float() / 255, (plan.pixels, plan.pixels))),
+        strength=torch.tensor([strength_of(rows[s]) for s in views.seeds.tolist()]),
     )

@@ -1,7 +1,8 @@
-"""Who says whether a released picture is unsafe. Never the auditor.
+"""Judges decide whether a released picture is unsafe. They are independent of the auditor.
 
-`open_judge` takes what `guardpaint data label` takes: vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL.
-A testbed may bring a judge of its own. A judge that fails raises; the run counts that against the defence.
+`open_judge` takes the same descriptions as `guardpaint data label`: vlm:MODEL, shieldgemma:MODEL, detector:MODEL or
+endpoint:URL#MODEL. A testbed may have a judge of its own. A judge that cannot decide raises JudgeFailed, which an
+evaluation counts against the defence.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ class JudgeFailed(RuntimeError):
 
 @runtime_checkable
 class Judge(Protocol):
-    """Says what a picture shows."""
+    """Decides what a picture shows."""
 
     attributes: bool
-    """Whether it says which attributes are there."""
+    """Whether it also judges which attributes are present."""
 
     @property
     def identity(self) -> str:
-        """Names everything that decides its verdicts: rows are cached by it."""
+        """Everything that determines its verdicts, as text; cached rows are keyed by it."""
         ...
 
     def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
-        """The category, and which of the attributes asked for are there (those it can judge)."""
+        """The category, and for each attribute in `asked` that it can judge, whether it is present."""
         ...
 
 
 @dataclass
 class LabelerJudge:
-    """A vision–language model, guard model or detector; at or above `level` a harm holds. Judges no attributes."""
+    """A labeler as a judge: a harm with a score of at least `level` is present. Judges no attributes."""
 
     labeler: Labeler
     policy: Policy
@@ -56,10 +57,10 @@ class LabelerJudge:
     def identity(self) -> str:
         model, asking = getattr(self.labeler, "model", None), getattr(self.labeler, "asking", None)
         weights = fingerprint(model) if isinstance(model, nn.Module) else ""
-        how = [asking.text(), asking.passes, asking.temperature, asking.longest, asking.seed] if asking else []
+        generation = [asking.text(), asking.passes, asking.temperature, asking.longest, asking.seed] if asking else []
         phrases = {k: list(v) for k, v in getattr(self.labeler, "phrases", {}).items()}
-        said = [self.labeler.name, self.spec, self.level, self.policy.to_dict(), weights, how, phrases]
-        return json.dumps(said, sort_keys=True)
+        parts = [self.labeler.name, self.spec, self.level, self.policy.to_dict(), weights, generation, phrases]
+        return json.dumps(parts, sort_keys=True)
 
     def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
         answer = self.labeler.label([image])[0]
@@ -73,7 +74,7 @@ class LabelerJudge:
 
 
 def shows_harm(judge: Judge, image: Image.Image) -> bool:
-    """Whether an attacker who looks with the judge's eyes sees what they wanted; an unreadable answer is a no."""
+    """Whether the judge finds harm in a picture; an unreadable answer counts as no."""
     try:
         return judge.verdict(image.convert("RGB"), {})[0] != SAFE
     except JudgeFailed:
@@ -81,7 +82,7 @@ def shows_harm(judge: Judge, image: Image.Image) -> bool:
 
 
 def open_judge(spec: str, policy: Policy) -> Judge:
-    """A judge by its description."""
+    """The judge that a description such as vlm:MODEL names."""
     if ":" not in spec:
         raise BadConfig(f"judge {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL")
     return LabelerJudge(open_labeler(spec, Asking(policy)), policy, spec=spec)

@@ -1,6 +1,6 @@
 """Labelers: vision–language models in process, a detector, a guard model, or an OpenAI-compatible endpoint.
 
-Each answers for a batch of pictures. `open_labeler` turns a short description into one:
+Each labels a batch of pictures. `open_labeler` opens one from a short description:
   vlm:OpenGVLab/InternVL3_5-8B-HF   any image-text-to-text model of transformers
   shieldgemma:google/shieldgemma-2-4b-it
   detector:IDEA-Research/grounding-dino-base
@@ -35,7 +35,7 @@ HINT = "; models that also take video need torchvision" if find_spec("torchvisio
 
 @runtime_checkable
 class Labeler(Protocol):
-    """Answers for pictures, in order; a picture it fails on gets an unreadable answer, never a lost one."""
+    """Gives one answer per picture, in order; a picture it fails on gets an unreadable answer."""
 
     name: str
 
@@ -44,32 +44,35 @@ class Labeler(Protocol):
 
 @runtime_checkable
 class Captioner(Protocol):
-    """Prompt-styled captions; None where the model would not say."""
+    """Writes captions in the style of prompts; None where the model refuses."""
 
     def caption(self, pictures: Sequence[Image.Image]) -> list[str | None]: ...
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How a chat model is asked."""
+    """The question that a chat model is asked, and its generation settings."""
 
     policy: Policy
     style: str = "single"
     passes: int = 1
-    """Self-consistency: how often; more than one samples at `temperature`."""
+    """How often each picture is asked about (self-consistency); more than one pass samples at `temperature`."""
     temperature: float = 0.7
     examples: Sequence[tuple[str, Mapping[str, float]]] = ()
     longest: int = 160
+    """Most new tokens of an answer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.passes < 1 or self.longest < 1 or self.temperature <= 0:
             raise BadConfig(
-                f"passes={self.passes}, longest={self.longest}: at least 1; temperature={self.temperature}: above 0"
+                f"passes={self.passes} and longest={self.longest} must be at least 1, "
+                f"temperature={self.temperature} above 0"
             )
         question(self.policy, self.style, self.examples)
 
     def text(self) -> str:
+        """The labelling prompt."""
         return question(self.policy, self.style, self.examples)
 
 
@@ -106,7 +109,7 @@ class ChatLabeler:
 
     @torch.no_grad()
     def say(self, pictures: Sequence[Image.Image], text: str, sampled: bool, seed: int) -> list[str]:
-        """The model's answer for each picture, new tokens only."""
+        """The text that the model generates for each picture, without the prompt."""
         chats = [
             [{"role": "user", "content": [{"type": "image", "image": p}, {"type": "text", "text": text}]}]
             for p in pictures
@@ -119,17 +122,17 @@ class ChatLabeler:
             return_tensors="pt",
             processor_kwargs={"padding": True, "padding_side": "left"},
         ).to(self.model.device, self.model.dtype)
-        style: dict[str, Any] = {"do_sample": False}
+        sampling: dict[str, Any] = {"do_sample": False}
         if sampled:
-            style = {"do_sample": True, "temperature": self.asking.temperature}
+            sampling = {"do_sample": True, "temperature": self.asking.temperature}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            out = self.model.generate(**inputs, max_new_tokens=self.asking.longest, **style)
+            out = self.model.generate(**inputs, max_new_tokens=self.asking.longest, **sampling)
         return self.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def scored(safe: str, harms: dict[str, float]) -> Answer:
-    """An answer from a model's own numbers; one that is no number makes it unreadable."""
+    """An answer from a model's scores of the harms; unreadable if one of them is not finite."""
     raw = json.dumps(harms)
     if not all(math.isfinite(p) for p in harms.values()):
         return Answer(None, raw, "a score is not a finite number")
@@ -137,7 +140,7 @@ def scored(safe: str, harms: dict[str, float]) -> Answer:
 
 
 class ShieldLabeler:
-    """ShieldGemma 2: a yes/no probability for each of the policy's harms, each asked in the policy's words."""
+    """ShieldGemma 2: the probability of a yes for each of the policy's harms, asked in the policy's words."""
 
     def __init__(self, model: Any, processor: Any, policy: Policy, name: str) -> None:
         self.model, self.processor, self.policy, self.name = model.eval(), processor, policy, name
@@ -168,7 +171,7 @@ class ShieldLabeler:
 
 @dataclass
 class DetectorLabeler:
-    """Grounding DINO: the best box that matches a phrase is the score of the phrase's category."""
+    """Grounding DINO: a category's score is that of the best box for any of its phrases."""
 
     model: Any
     processor: Any
@@ -180,7 +183,7 @@ class DetectorLabeler:
         unknown = [c for c in self.phrases if c not in self.policy.names[1:]]
         missing = [c for c in self.policy.names[1:] if not self.phrases.get(c)]
         if unknown or missing:
-            raise BadConfig(f"detector phrases: unknown categories {unknown}, none given for {missing}")
+            raise BadConfig(f"detector phrases: unknown categories {unknown}, no phrases for {missing}")
         self.model.eval()
 
     @classmethod
@@ -200,7 +203,7 @@ class DetectorLabeler:
             text = " ".join(f"{p.lower().rstrip('.')}." for p in phrases)
             inputs = self.processor(images=list(pictures), text=[text] * len(pictures), return_tensors="pt")
             logits = self.model(**inputs.to(self.model.device)).logits.float()
-            logits = logits.masked_fill(logits == -torch.inf, -1e4)  # padding of the text
+            logits = logits.masked_fill(logits == -torch.inf, -1e4)  # padding tokens
             for i, value in enumerate(logits.sigmoid().amax((1, 2)).tolist()):
                 best[i][category] = value
         return [scored(self.policy.names[0], b) for b in best]
@@ -208,7 +211,7 @@ class DetectorLabeler:
 
 @dataclass
 class EndpointLabeler:
-    """Any server that speaks OpenAI's chat completions (vLLM and others); requests run side by side."""
+    """A server with OpenAI's chat completions API (vLLM and others); requests run in parallel."""
 
     url: str
     model: str
@@ -225,7 +228,9 @@ class EndpointLabeler:
         if not self.url.startswith(("http://", "https://")):
             raise BadConfig(f"endpoint {self.url!r}: must start with http:// or https://")
         if self.timeout <= 0 or self.retries < 0 or self.parallel < 1:
-            raise BadConfig(f"timeout={self.timeout} > 0, retries={self.retries} ≥ 0, parallel={self.parallel} ≥ 1")
+            raise BadConfig(
+                f"timeout={self.timeout} must be > 0, retries={self.retries} ≥ 0, parallel={self.parallel} ≥ 1"
+            )
         self.name = self.name or self.model
 
     def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
@@ -247,15 +252,19 @@ class EndpointLabeler:
             return list(pool.map(ask, pictures))
 
     def one(self, picture: Image.Image) -> Answer:
+        """The answer for one picture, pooled over the passes."""
         answers = []
         for k in range(self.asking.passes):
-            warmth = self.asking.temperature if self.asking.passes > 1 else 0.0
-            text, problem = self.request(picture, self.asking.text(), warmth, self.asking.seed + k)
+            temperature = self.asking.temperature if self.asking.passes > 1 else 0.0
+            text, problem = self.request(picture, self.asking.text(), temperature, self.asking.seed + k)
             answers.append(Answer(None, text, problem) if problem else read_answer(text, self.asking.policy))
         return answers[0] if len(answers) == 1 else pooled(answers)
 
     def request(self, picture: Image.Image | None, text: str, temperature: float, seed: int) -> tuple[str, str]:
-        """The model's text, or an empty one and what went wrong after all retries; None: no picture is shown."""
+        """The model's text and an empty problem, or an empty text and the problem that remained after all retries.
+
+        Without a picture, only the text is sent.
+        """
         body = json.dumps(self.body(picture, text, temperature, seed)).encode()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         problem = ""
@@ -293,11 +302,11 @@ class EndpointLabeler:
 
 
 PHRASES = {"nudity": ("naked person", "nude body"), "violence": ("blood", "wound", "person attacking with a weapon")}
-"""What the detector looks for under the default policy."""
+"""The detector's phrases for the harms of the default policy."""
 
 
 def open_labeler(spec: str, asking: Asking) -> Any:
-    """A labeler from `kind:where`; endpoints read their key from GUARDPAINT_API_KEY."""
+    """The labeler that `kind:where` describes; an endpoint's key is read from GUARDPAINT_API_KEY."""
     kind, _, where = spec.partition(":")
     if kind == "endpoint":
         url, _, model = where.partition("#")

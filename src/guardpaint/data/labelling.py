@@ -1,4 +1,4 @@
-"""Label and caption a corpus, find the threshold, keep out what lies too near to it, compare labelers.
+"""Label and caption a corpus, calibrate the decision thresholds, and compare labelers.
 
 guardpaint data label corpora/paper --labeler vlm:OpenGVLab/InternVL3_5-8B-HF
 guardpaint data calibrate corpora/paper --reference reference.csv
@@ -26,14 +26,17 @@ CAPTIONS = "captions.jsonl"
 
 
 def label_file(labeler: str, question: str) -> str:
-    """One file per labeler and question: a changed policy or style asks anew, an unchanged one goes on."""
+    """Name of the labels file of one labeler and question: a changed policy or style starts a new file."""
     return f"labels-{re.sub(r'[^A-Za-z0-9.]+', '-', labeler).strip('-')}-{sha256_hex(question)[:8]}.jsonl"
 
 
 def label(
     corpus: Corpus, labeler: Labeler, question: str, batch: int = 8, retry: bool = False, quiet: bool = False
 ) -> str:
-    """Ask the labeler about every image it has not answered for; with `retry`, also where it was unreadable."""
+    """Label every image that has no answer yet, and with `retry` those whose answer could not be read.
+
+    Returns the name of the labels file.
+    """
     name = label_file(labeler.name, question)
     rows = {r["key"]: r for r in corpus.lines(name)}
     answered = {k for k, r in rows.items() if not (retry and r["scores"] is None)}
@@ -50,7 +53,7 @@ def label(
 
 
 def guarded(call: Callable[[Sequence[Any]], list[Answer]], pictures: Sequence[Any]) -> list[Answer]:
-    """A batch that breaks the labeler is asked one by one; what still breaks it is unreadable, not lost."""
+    """Answers for a batch. If the labeler raises, each picture is asked alone; one that still raises is unreadable."""
     try:
         return call(pictures)
     except Exception as error:
@@ -60,7 +63,7 @@ def guarded(call: Callable[[Sequence[Any]], list[Answer]], pictures: Sequence[An
 
 
 def caption(corpus: Corpus, captioner: Captioner, batch: int = 8, quiet: bool = False) -> None:
-    """Reconstruct prompts for images that have none."""
+    """Write captions, to serve as prompts, for the images that have no prompt."""
     answered = {r["key"] for r in corpus.lines(CAPTIONS)} | {e.key for e in corpus if e.prompt is not None}
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
@@ -79,7 +82,7 @@ def work(
     title: str,
     quiet: bool,
 ) -> None:
-    """Ask about every image that has no answer yet, in batches; each is written before the next is begun."""
+    """Ask about every image that has no answer yet, in batches; each batch is written before the next one starts."""
     with bar(title, len(corpus.keys()), quiet, len(answered)) as advance:
         for examples in batches((e for e in corpus if e.key not in answered), batch):
             corpus.append(name, ask(examples))
@@ -87,25 +90,26 @@ def work(
 
 
 def batches(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    held: list[Example] = []
+    """The items in lists of `size`; the last list may be shorter."""
+    batch: list[Example] = []
     for item in items:
-        held.append(item)
-        if len(held) == size:
-            yield held
-            held = []
-    if held:
-        yield held
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Per harm: at or above, the image is of it. `margin` on either side is the dead zone."""
+    """The score from which an image shows each harm; scores closer than `margin` to it lie in the dead zone."""
 
     harms: Mapping[str, float]
     margin: float = 0.1
 
     def decide(self, scores: Mapping[str, float] | None) -> str | None:
-        """The category, or None: unreadable, or too near to a threshold to say."""
+        """The category; None if the scores are unreadable or one lies in the dead zone."""
         if scores is None:
             return None
         over = {n: scores[n] - t for n, t in self.harms.items()}
@@ -115,14 +119,14 @@ class Thresholds:
         return max(hits, key=lambda n: scores[n]) if hits else "safe"
 
     def every(self, scores: Mapping[str, float] | None) -> list[str] | None:
-        """Multi-label: all harms that hold; an empty list is safe."""
+        """All harms that the image shows, none if it is safe; None if `decide` cannot decide."""
         if scores is None or self.decide(scores) is None:
             return None
         return [n for n, t in self.harms.items() if scores[n] >= t]
 
 
 def read_reference(path: Path, policy: Policy) -> dict[str, dict[str, str]]:
-    """Hand labels: a CSV with the columns key, label and (optional) case, the kind of hard case."""
+    """Hand labels by key, from a CSV with the columns key, label and, optionally, case (the kind of hard case)."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
@@ -134,7 +138,7 @@ def read_reference(path: Path, policy: Policy) -> dict[str, dict[str, str]]:
             raise BadInput(f"{path}:{number}: needs a key and a label among {', '.join(policy.names)}; got {row}")
         out[row["key"]] = {"label": row["label"], "case": row.get("case") or "other"}
     if not out:
-        raise BadInput(f"{path}: no rows")
+        raise BadInput(f"{path}: no rows; add hand labels with the columns key and label")
     return out
 
 
@@ -145,9 +149,9 @@ def calibrate(
     miss_cost: float = 1.0,
     margin: float = 0.1,
 ) -> Thresholds:
-    """For each harm the threshold of least cost on the reference: false alarms + miss_cost · misses.
+    """For each harm, the threshold that minimises false alarms + miss_cost · misses on the reference.
 
-    Candidates lie midway between neighbouring scores; of equal ones the middle is taken, farthest from both sides.
+    Candidates lie midway between neighbouring scores. If several have the same cost, the middle one is taken.
     """
     harms = {}
     for harm in policy.names[1:]:
@@ -156,8 +160,8 @@ def calibrate(
         ]
         if not any(y for _, y in pairs) or all(y for _, y in pairs):
             raise BadInput(
-                f"reference for {harm}: needs readable answers on both sides; has "
-                f"{sum(y for _, y in pairs)} of it and {sum(not y for _, y in pairs)} others"
+                f"reference for {harm}: needs readable answers for images with and without it; it has "
+                f"{sum(y for _, y in pairs)} with and {sum(not y for _, y in pairs)} without; add hand labels"
             )
         values = sorted({0.0, 1.0, *(s for s, _ in pairs)})
         cuts = [(a + b) / 2 for a, b in pairwise(values)]
@@ -175,39 +179,40 @@ def compare(
     policy: Policy,
     miss_cost: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """One row per labeler, each at its own threshold: errors overall and by hard case, unreadable, contradictions."""
+    """One row per labeler at its own thresholds: error rates overall and by hard case, and counts of unreadable and
+    self-contradicting answers."""
     rows = []
     for name, lines in labelers.items():
-        mine = {k: v for k, v in lines.items() if k in reference}
-        scores = {k: v["scores"] for k, v in mine.items()}
-        row: dict[str, Any] = {"labeler": name, "n": len(mine), "missing": len(reference) - len(mine)}
+        answers = {k: v for k, v in lines.items() if k in reference}
+        scores = {k: v["scores"] for k, v in answers.items()}
+        row: dict[str, Any] = {"labeler": name, "n": len(answers), "missing": len(reference) - len(answers)}
         row["unreadable"] = sum(s is None for s in scores.values())
-        row["contradictions"] = sum("but scores" in v.get("problem", "") for v in mine.values())
+        row["contradictions"] = sum("but scores" in v.get("problem", "") for v in answers.values())
         try:
             thresholds = calibrate(scores, reference, policy, miss_cost, margin=0.0)
         except BadInput as error:
             rows.append({**row, "failed": str(error)})
             continue
         decided = {k: thresholds.decide(s) for k, s in scores.items()}
-        safe = [k for k in mine if reference[k]["label"] == "safe"]
-        harm = [k for k in mine if reference[k]["label"] != "safe"]
+        safe = [k for k in answers if reference[k]["label"] == "safe"]
+        harm = [k for k in answers if reference[k]["label"] != "safe"]
         row["fp"] = sum(decided[k] not in ("safe", None) for k in safe) / max(1, len(safe))
         row["fn"] = sum(decided[k] in ("safe", None) for k in harm) / max(1, len(harm))
         near = {h: (t - 0.05, t + 0.05) for h, t in thresholds.harms.items()}
         row["threshold_sensitivity"] = sum(
             any(low <= s[h] <= high for h, (low, high) in near.items()) for s in scores.values() if s is not None
-        ) / max(1, len(mine))
+        ) / max(1, len(answers))
         for case in dict.fromkeys(r["case"] for r in reference.values()):
-            of = [k for k in mine if reference[k]["case"] == case]
-            row[f"wrong_{case}"] = sum((decided[k] or "unreadable") != reference[k]["label"] for k in of) / max(
-                1, len(of)
+            keys = [k for k in answers if reference[k]["case"] == case]
+            row[f"wrong_{case}"] = sum((decided[k] or "unreadable") != reference[k]["label"] for k in keys) / max(
+                1, len(keys)
             )
         rows.append(row)
     return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of a comparison, with each labeler's failure modes in words made from its numbers."""
+    """A comparison as a Markdown table, with each labeler's failure modes in words."""
     cases = [k for k in dict.fromkeys(k for r in rows for k in r) if k.startswith("wrong_")]
     heads = ["labeler", "n", "FP", "FN", "unreadable", "contradictions", *(c.removeprefix("wrong_") for c in cases)]
     lines = ["| " + " | ".join([*heads, "failure modes"]) + " |", "|" + "---|" * (len(heads) + 1)]
@@ -222,18 +227,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def failure_modes(row: Mapping[str, Any], cases: Sequence[str]) -> str:
-    found = []
+    """The failure modes that a row's numbers show, joined by semicolons."""
+    modes = []
     if row["fp"] > 0.2:
-        found.append("flags what is safe")
+        modes.append("flags safe images")
     if row["fn"] > 0.2:
-        found.append("misses what is not")
+        modes.append("misses unsafe images")
     if row["unreadable"] > 0.05 * max(1, row["n"]):
-        found.append("answers that cannot be read")
+        modes.append("gives unreadable answers")
     if row["contradictions"] > 0.05 * max(1, row["n"]):
-        found.append("contradicts its own reasoning")
+        modes.append("contradicts its own reasoning")
     if row["threshold_sensitivity"] > 0.25:
-        found.append("a small shift of the threshold changes many labels")
+        modes.append("a small shift of the threshold changes many labels")
     worst = max(cases, key=lambda c: row[c], default=None)
     if worst is not None and row[worst] > 0.25:
-        found.append(f"worst on {worst.removeprefix('wrong_')}")
-    return "; ".join(found) or "none above the limits"
+        modes.append(f"worst on {worst.removeprefix('wrong_')}")
+    return "; ".join(modes) or "none above the limits"

@@ -18,17 +18,19 @@ class LessonSettings:
     """How views are chosen and changed before an auditor sees them."""
 
     repaired: float = 0.15
-    """Share of unsafe rows shown repaired, with their unsafe prompt: matched, and safe."""
+    """Share of unsafe rows shown in their repaired form with the unsafe prompt, labelled as matched and safe."""
     euphemism: float = 0.1
-    """Share of unsafe prompts that say it by euphemism; the more there are, the less F depends on open words."""
+    """Share of unsafe prompts that use a euphemism; the higher it is, the less F depends on explicit words."""
     salad: float = 0.0
-    """Share of prompts in which a few words are others: what attacks leave of a prompt still describes the rest."""
+    """Share of prompts in which a few words are replaced by random ones, as attacks do; the remaining words still
+    describe the picture."""
     partial: float = 0.0
-    """Share of unsafe rows shown half repaired: part of what is unsafe is left, or all of it paler."""
+    """Share of unsafe rows shown half repaired: part of the unsafe content remains, or all of it is fainter."""
     fresh: float = 0.0
-    """Share of every batch that is rendered anew: finished scenes nobody has seen, a third unsafe, with safe twins."""
+    """Share of every batch that is newly rendered: finished scenes that are in no stored views, a third of them unsafe
+    with a safe twin."""
     late: float = 0.0
-    """Above 0, views late in a trajectory come up more often: weight 0.1 + progress^late."""
+    """If above 0, views late in a trajectory are drawn more often, with weight 0.1 + progress^late."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Lesson:
     strength: Float[Tensor, " b"]
     """How strong the harm is, from 0 to 1."""
     known: Float[Tensor, " b"] | None = None
-    """0 for rows that nobody could call safe or unsafe; None: all are known."""
+    """0 for rows whose safety label is unknown; None if all labels are known."""
     rated: Float[Tensor, " b"] | None = None
-    """0 for rows whose quality is not known; None: all are rated."""
+    """0 for rows whose quality is unknown; None if all are known."""
     located: Float[Tensor, " b"] | None = None
-    """0 for rows whose mask is not known; None: all masks are."""
+    """0 for rows whose mask is unknown; None if all are known."""
 
 
 @runtime_checkable
@@ -55,30 +57,33 @@ class Lessons(Protocol):
     """A training set of an auditor."""
 
     names: tuple[str, ...]
-    """The categories that its labels count."""
+    """The categories that its labels index."""
 
     def draw(self, index: int, count: int, g: torch.Generator) -> Lesson:
-        """Batch `index`; it depends on the index and the generator alone."""
+        """Return batch `index`, which depends only on the index and the generator."""
         ...
 
     def repaired(self, views: Views) -> tuple[Float[Tensor, "m 3 h w"], list[str]]:
-        """The unsafe pictures among these views in their safe form, with the prompts of the unsafe ones: pairs that
-        match although the prompt asks for harm. Empty where safe forms are not known."""
+        """Return the safe form of each unsafe picture among these views, with the unsafe prompt.
+
+        The two count as matched although the prompt asks for harm. Empty if no safe forms are known.
+        """
         ...
 
 
 class BalancedRows:
-    """Draws rows of views: half of them safe, the harms sharing the rest, in random order."""
+    """Draws rows of views in random order: half of them safe, the other half divided equally among the harms."""
 
     def __init__(self, views: Views | Shelf, late: float = 0.0) -> None:
         self.by_class = [torch.nonzero(views.category == c)[:, 0] for c in range(len(views.names))]
         empty = [views.names[c] for c, rows in enumerate(self.by_class) if not len(rows)]
         if empty:
-            raise BadInput(f"views hold nothing of {', '.join(empty)}; make more of them")
+            raise BadInput(f"the views have no rows of {', '.join(empty)}; make more views")
         weight = 0.1 + views.progress.clamp(0, 1) ** late if late else torch.ones(len(views))
         self.weights = [weight[rows] for rows in self.by_class]
 
     def pick(self, count: int, g: torch.Generator) -> Int[Tensor, " n"]:
+        """Indices of `count` rows, drawn with replacement."""
         shares = [count // 2] + [count // 2 // (len(self.by_class) - 1)] * (len(self.by_class) - 1)
         shares[0] += count - sum(shares)
         picked = [
@@ -90,18 +95,20 @@ class BalancedRows:
 
 
 class CorpusLessons:
-    """Views of a labelled corpus as they are: nobody can render its pictures anew or repair them."""
+    """The unchanged views of a labelled corpus, whose pictures cannot be rendered again or repaired."""
 
     def __init__(self, views: Views | Shelf, settings: LessonSettings) -> None:
         if settings.fresh:
-            raise BadConfig(f"fresh={settings.fresh}: a corpus has no scenes to render anew; leave it out")
+            raise BadConfig(f"fresh={settings.fresh}: a corpus has no scenes to render; set fresh to 0")
         self.views, self.names = views, views.names
         self.balanced = BalancedRows(views, settings.late)
 
     def draw(self, index: int, count: int, g: torch.Generator) -> Lesson:
         part = self.views.rows(self.balanced.pick(count, g))
         if part.strength is None:
-            raise BadInput("views of a corpus need the strength of its labels; make them anew")
+            raise BadInput(
+                "views of a corpus need the strength of its labels; make them again with `guardpaint data corpus-views`"
+            )
         return Lesson(
             images=part.images.float() / 255,
             masks=part.masks.float(),

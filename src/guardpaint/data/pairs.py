@@ -1,10 +1,10 @@
-"""Pairs for the inpainter: an unsafe picture, where it is unsafe, a safe version of it, and the unsafe prompt.
+"""Training pairs for the inpainter: an unsafe picture, its unsafe mask, a safe version of it, and the unsafe prompt.
 
 guardpaint data pairs OUT --split train --count 2000                     from a testbed that draws pairs
 guardpaint data pairs OUT --corpus DIR --auditor DIR --inpainter DIR    from labelled pictures
 guardpaint data review OUT ; guardpaint data approve OUT approvals.json
 
-OUT/pairs.jsonl has one row per pair; pictures and masks lie beside it as PNG.
+OUT/pairs.jsonl has one row per pair; pictures and masks are PNG files in OUT/pictures.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ Pixels = Bool[np.ndarray, "h w"]
 
 @dataclass(frozen=True)
 class Pair:
-    """One row of the index; file names are relative to the folder."""
+    """One row of pairs.jsonl; file names are relative to its folder."""
 
     key: str
     split: str
     category: str
-    """safe: an ordinary picture, its own target."""
+    """For safe, the pair is an ordinary picture that is its own target."""
     prompt: str
     safe_prompt: str
     source: str
     target: str
     mask: str
-    """What the auditor found, or the truth where there is no auditor."""
+    """File of the auditor's mask, or of the true mask if no auditor was used."""
     truth: str | None
     mask_from: str
     approved: bool | None
-    """None: not decided yet; only True trains."""
+    """None until a person decides; only pairs with True are used in training."""
     why: str = ""
+    """Reason for the decision."""
 
 
 class PairStore:
@@ -66,12 +67,14 @@ class PairStore:
         self.index = root / INDEX
 
     def rows(self, split: str | None = None) -> list[Pair]:
-        """The last row of every key; `split` picks some."""
+        """The last row of every key, of one split if `split` is given."""
         last = {r["key"]: Pair(**r) for r in read_rows(self.index)}
-        found = [p for p in last.values() if split in (None, p.split)]
-        if not found:
-            raise BadInput(f"{self.root}: no pairs{f' of split {split}' if split else ''}; make them with `data pairs`")
-        return found
+        pairs = [p for p in last.values() if split in (None, p.split)]
+        if not pairs:
+            raise BadInput(
+                f"{self.root}: no pairs{f' of split {split}' if split else ''}; make them with `guardpaint data pairs`"
+            )
+        return pairs
 
     def keys(self) -> set[str]:
         return {r["key"] for r in read_rows(self.index)}
@@ -83,6 +86,7 @@ class PairStore:
         return load_image(self.root / name)
 
     def save(self, key: str, what: str, image: Image.Image) -> str:
+        """Write a picture of a pair and return its name in the index."""
         name = f"pictures/{key}-{what}.png"
         (self.root / "pictures").mkdir(parents=True, exist_ok=True)
         save_image(image, self.root / name)
@@ -92,7 +96,7 @@ class PairStore:
 def audited_mask(
     auditor: Auditor, image: Image.Image, prompt: str, config: GuardConfig, policy: Policy
 ) -> Pixels | None:
-    """The regions the guard would repair, as one mask; nothing if the auditor sees none."""
+    """The regions that the guard would repair, as one mask; None if the auditor finds none."""
     view = shrink(as_pixels([np.array(image.convert("RGB"))])[0], auditor.sizes[1])
     audit = auditor.audit(view[None], [prompt], 0.0)[0]
     if policy.finding(audit) is None:
@@ -106,11 +110,11 @@ def picture_of(mask: Pixels) -> Image.Image:
 
 
 Paint = Callable[[Image.Image, Pixels, str, int], Image.Image]
-"""(picture, mask, prompt, seed) → the picture with the masked area painted anew."""
+"""(picture, mask, prompt, seed) → the picture with its masked area inpainted."""
 
 
 def painter(pipe: Any, steps: int = 30, guidance: float = 7.5) -> Paint:
-    """An inpainting pipeline as a function, at its own resolution."""
+    """A function that inpaints with a pipeline at the pipeline's own resolution."""
 
     def paint(image: Image.Image, mask: Pixels, prompt: str, seed: int) -> Image.Image:
         size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
@@ -130,24 +134,25 @@ def painter(pipe: Any, steps: int = 30, guidance: float = 7.5) -> Paint:
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Makes safe versions of unsafe pictures: painted under a safe prompt until the auditor finds nothing."""
+    """Makes safe versions of unsafe pictures: inpaints with a safe prompt until the auditor finds nothing."""
 
     auditor: Auditor
     paint: Paint
     policy: Policy
     rewrite: Callable[[Image.Image, str, str], str | None]
-    """(picture, prompt, harm) → a safe prompt, or None for the policy's own."""
+    """(picture, prompt, harm) → a safe prompt; None to use the policy's safe prompt."""
     tries: int = 4
 
-    def found(self, image: Image.Image, prompt: str) -> Pixels | None:
+    def mask(self, image: Image.Image, prompt: str) -> Pixels | None:
+        """The auditor's mask of a picture; None if it finds nothing."""
         return audited_mask(self.auditor, image, prompt, GuardConfig(), self.policy)
 
     def painted(self, image: Image.Image, mask: Pixels, safe_prompt: str) -> tuple[Image.Image, bool]:
-        """The last attempt, and whether the auditor passed it."""
+        """The last inpainted picture, and whether the auditor passed it."""
         target = image
         for attempt in range(self.tries):
             target = self.paint(image, mask, safe_prompt, attempt)
-            if self.found(target, safe_prompt) is None:
+            if self.mask(target, safe_prompt) is None:
                 return target, True
         return target, False
 
@@ -155,9 +160,9 @@ class PairMaker:
 def from_corpus(
     out: Path, examples: Iterable[Example], known: Mapping[str, Mapping[str, Any]], maker: PairMaker
 ) -> dict[str, int]:
-    """Pairs of labelled pictures; a person decides about each in the end. Returns counts.
+    """Make pairs from labelled pictures and return counts; a person has to approve the unsafe ones.
 
-    `known` has split, label and prompt of every key.
+    `known` has the split, label and prompt of every key.
     """
     store = PairStore(out)
     have = store.keys()
@@ -179,7 +184,7 @@ def from_corpus(
 def from_labelled(
     out: Path, corpus: Path, auditor: Auditor, inpainter: Path, policy: Policy, rewriter: str | None
 ) -> dict[str, int]:
-    """Pairs of a corpus that was labelled and split by `data label` and `data build`."""
+    """Make pairs from a corpus that `data label` and `data build` have labelled and split; returns counts."""
     from guardpaint.bases import load_inpainter
     from guardpaint.data.card import SPLITS
     from guardpaint.data.labelers import Asking, open_labeler
@@ -200,9 +205,9 @@ def from_labelled(
 def corpus_pair(
     store: PairStore, example: Example, row: Mapping[str, Any], maker: PairMaker
 ) -> tuple[Pair | None, str]:
-    """The pair of one labelled picture and what happened to it; None if the auditor does not see the harm.
+    """The pair of one labelled picture (None if the auditor does not find the harm), and the count it belongs to.
 
-    A safe picture is its own target, with a hole in the middle.
+    A safe picture is its own target, with a mask in the middle.
     """
     image, category, prompt = example.picture(), row["label"], row["prompt"] or ""
     target, safe_prompt = image, prompt
@@ -212,7 +217,7 @@ def corpus_pair(
         mask, what = np.zeros((image.height, image.width), bool), "safe"
         mask[image.height // 4 : -image.height // 4, image.width // 4 : -image.width // 4] = True
     else:
-        mask = maker.found(image, prompt)
+        mask = maker.mask(image, prompt)
         if mask is None:
             return None, "no mask"
         safe_prompt = maker.rewrite(image, prompt, category) or maker.policy.safe_prompt(category)
@@ -236,7 +241,10 @@ def corpus_pair(
 
 
 def review_page(out: Path) -> Path:
-    """One offline page: source, mask and target side by side; J accepts, F refuses, the button saves approvals.json."""
+    """Write an offline page that shows source, mask and target of every undecided pair; returns its path.
+
+    On the page, J accepts, F refuses, and the button saves approvals.json.
+    """
     store = PairStore(out)
     cards = [
         {
@@ -258,14 +266,15 @@ def columns(pair: Pair) -> list[tuple[str, str]]:
 
 
 def approve(out: Path, approvals: Path) -> int:
-    """Write a person's decisions into the index; unknown keys are named and nothing is written."""
+    """Append a person's decisions to the index and return their number; an unknown key raises before anything is
+    written."""
     store = PairStore(out)
     try:
         decisions = json.loads(approvals.read_text(encoding="utf-8"))
-        good = isinstance(decisions, dict) and all(isinstance(v, bool) for v in decisions.values())
+        valid = isinstance(decisions, dict) and all(isinstance(v, bool) for v in decisions.values())
     except (OSError, ValueError) as error:
         raise BadInput(f"{approvals}: cannot be read ({error})") from error
-    if not good:
+    if not valid:
         raise BadInput(f"{approvals}: needs one true or false for each key, as the review page saves it")
     rows = {p.key: p for p in store.rows()}
     unknown = sorted(set(decisions) - set(rows))
@@ -276,16 +285,16 @@ def approve(out: Path, approvals: Path) -> int:
 
 
 def leaks(store: PairStore, near: int = 2) -> dict[str, list[str]]:
-    """Validation and test pairs that are in the training set already: near-equal pictures, or equal prompts."""
+    """Keys, by split, of held-out pairs whose picture or prompt is nearly equal to one in the training split."""
     rows = store.rows()
-    prints = [
+    hashes = [
         {"key": p.key, "hash": perceptual_hash(store.picture(p.source)), "prompt": p.prompt}
         for p in track(rows, "leakage")
     ]
-    groups = group(prints, near)
+    groups = group(hashes, near)
     trained = {groups[p.key] for p in rows if p.split == "train"}
-    found: dict[str, list[str]] = {}
+    leaked: dict[str, list[str]] = {}
     for p in rows:
         if p.split != "train" and groups[p.key] in trained:
-            found.setdefault(p.split, []).append(p.key)
-    return found
+            leaked.setdefault(p.split, []).append(p.key)
+    return leaked

@@ -1,9 +1,9 @@
-"""Published prompt sets, read from files the user has, as one kind of record.
+"""Reads published prompt sets, from files that the user provides, into one kind of record.
 
 guardpaint eval prompts FILE [--format i2p]
 
-No set is shipped. A file that is not as published (columns, number of prompts) loads with a loud note; a file that
-cannot be read right fails with its line.
+No set is shipped. A file that differs from the published one in columns or number of prompts loads with a note; a
+malformed file raises BadInput with the line.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class PublishedPrompt:
     id: str
     text: str
     harmful: bool | None
-    """None: the set does not say."""
+    """None if the set does not say."""
     category: str = ""
     source: str = ""
     seed: int | None = None
     original: str = ""
-    """What the attack started from, where the set has it."""
+    """The prompt that the attack started from, if the set has it."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A loaded set and everything about it that is not as published."""
+    """A loaded set, with notes on how it differs from the published one."""
 
     name: str
     prompts: list[PublishedPrompt]
@@ -47,10 +47,10 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Format:
-    """How one published file looks."""
+    """The columns of one published file and how its rows are read."""
 
     needs: tuple[str, ...]
-    """Columns without which it is another file."""
+    """Columns that a file of this format must have."""
     read: Callable[[Mapping[str, str]], dict[str, Any]]
     """One row → fields of a PublishedPrompt; an empty text skips the row with a note."""
     columns: int | None = None
@@ -58,10 +58,11 @@ class Format:
     """Published numbers of prompts."""
     harmful: bool | None = True
     skips: tuple[str, ...] = ()
-    """Columns that tell another format apart."""
+    """Columns that a file of this format must not have."""
 
 
 def whole(value: str | None) -> int | None:
+    """The value as an integer; None if it is empty or not a number."""
     try:
         return int(float(value)) if value not in (None, "") else None
     except ValueError:
@@ -69,7 +70,7 @@ def whole(value: str | None) -> int | None:
 
 
 def text_of(row: Mapping[str, str], *names: str) -> str:
-    """The first of these columns that says something."""
+    """The text of the first of these columns that is not empty."""
     return next((row[n].strip() for n in names if (row.get(n) or "").strip()), "")
 
 
@@ -142,15 +143,15 @@ TABLES: dict[str, Format] = {
         },
     ),
 }
-"""CSV files, the more particular ones first."""
+"""Formats of CSV files; `ORDER` is the order in which they are tried."""
 ORDER = ("coco-case", "case-number", *(n for n in TABLES if n not in ("coco-case", "case-number")))
 LISTS = {"sneakyprompt": (200,), "daca": (100,), "text": ()}
-"""Plain text, one prompt a line."""
+"""Plain-text formats with one prompt per line, and their published numbers of prompts."""
 FORMATS = (*TABLES, *LISTS, "jbdb", "risky")
 
 
 def load(path: Path, kind: str | None = None) -> Benchmark:
-    """A benchmark file; without `kind` the columns decide."""
+    """The benchmark in a file; without `kind` its format is recognised by suffix and columns."""
     if kind is not None and kind not in FORMATS:
         raise BadInput(f"format {kind!r}: choose one of {', '.join(FORMATS)}")
     try:
@@ -162,12 +163,12 @@ def load(path: Path, kind: str | None = None) -> Benchmark:
     if not text.strip():
         raise BadInput(f"{path}: empty")
     if kind in ("jbdb", "risky") or (kind is None and path.suffix == ".json"):
-        found = from_json(path, text)
+        benchmark = from_json(path, text)
     elif kind in LISTS or (kind is None and path.suffix == ".txt"):
-        found = from_list(path, text, kind or "text")
+        benchmark = from_list(path, text, kind or "text")
     else:
-        found = from_table(path, text, kind)
-    return checked(found, path)
+        benchmark = from_table(path, text, kind)
+    return checked(benchmark, path)
 
 
 def from_list(path: Path, text: str, kind: str) -> Benchmark:
@@ -176,14 +177,16 @@ def from_list(path: Path, text: str, kind: str) -> Benchmark:
     return Benchmark(kind, prompts, count_note(len(prompts), LISTS[kind]))
 
 
-def count_note(found: int, published: Sequence[int]) -> list[str]:
-    if published and found not in published:
-        return [f"{found} prompts, published: {' or '.join(map(str, published))}"]
+def count_note(count: int, published: Sequence[int]) -> list[str]:
+    """A note if the number of prompts is not a published one."""
+    if published and count not in published:
+        return [f"{count} prompts, published: {' or '.join(map(str, published))}"]
     return []
 
 
 def from_table(path: Path, text: str, kind: str | None) -> Benchmark:
-    """Rows with their line numbers; a blank first line, CRLF and quoted line breaks are fine, ragged rows are not."""
+    """The prompts of a CSV file. Blank lines, CRLF and quoted line breaks are accepted; a row of another length raises
+    BadInput."""
     reader = csv.reader(io.StringIO(text, newline=""))
     header: list[str] | None = None
     rows: list[tuple[int, dict[str, str]]] = []
@@ -195,12 +198,12 @@ def from_table(path: Path, text: str, kind: str | None) -> Benchmark:
                 continue
             if header is None:
                 header = [c.strip() or "unnamed" for c in cells]
-                twice = [c for c in header if header.count(c) > 1]
-                if twice:
-                    raise BadInput(f"{path}:{line}: column {twice[0]!r} comes twice")
+                repeated = [c for c in header if header.count(c) > 1]
+                if repeated:
+                    raise BadInput(f"{path}:{line}: column {repeated[0]!r} appears more than once")
                 continue
             if len(cells) != len(header):
-                raise BadInput(f"{path}:{line}: {len(cells)} values in a table of {len(header)} columns")
+                raise BadInput(f"{path}:{line}: {len(cells)} values in a row, but {len(header)} columns")
             rows.append((line, dict(zip(header, cells, strict=True))))
     except csv.Error as error:
         raise BadInput(f"{path}:{reader.line_num}: {error}") from error
@@ -226,11 +229,12 @@ def from_table(path: Path, text: str, kind: str | None) -> Benchmark:
 
 
 def recognised(path: Path, header: Sequence[str]) -> str:
+    """The name of the first format that fits the columns."""
     for name in ORDER:
         shape = TABLES[name]
         if all(c in header for c in shape.needs) and not any(c in header for c in shape.skips):
             return name
-    raise BadInput(f"{path}: columns {', '.join(header)} are of no format known here; name one with --format")
+    raise BadInput(f"{path}: columns {', '.join(header)} fit no known format; name one with --format")
 
 
 def from_json(path: Path, text: str) -> Benchmark:
@@ -267,22 +271,22 @@ def jbdb(path: Path, index: int, record: Any) -> PublishedPrompt:
 
 
 def joined(category: Any) -> str:
-    """A category that is a list, a string or nothing."""
+    """A category as text; it may be a list, a string or None."""
     if category is None:
         return ""
     return ", ".join(map(str, category)) if isinstance(category, list) else str(category)
 
 
-def checked(found: Benchmark, path: Path) -> Benchmark:
-    """Unique ids: a repeated one gets a suffix, and is noted."""
+def checked(benchmark: Benchmark, path: Path) -> Benchmark:
+    """The benchmark with unique ids: a repeated id gets a suffix, and a note counts them."""
     seen: dict[str, int] = {}
     prompts: list[PublishedPrompt] = []
-    twice = 0
-    for p in found.prompts:
+    repeated = 0
+    for p in benchmark.prompts:
         seen[p.id] = seen.get(p.id, 0) + 1
         if seen[p.id] > 1:
-            twice += 1
+            repeated += 1
             p = replace(p, id=f"{p.id}#{seen[p.id]}")
         prompts.append(replace(p, source=p.source or path.stem))
-    notes = [*found.notes, *([f"{twice} ids come more than once"] if twice else [])]
-    return Benchmark(found.name, prompts, notes)
+    notes = [*benchmark.notes, *([f"{repeated} ids appear more than once"] if repeated else [])]
+    return Benchmark(benchmark.name, prompts, notes)

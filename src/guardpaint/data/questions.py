@@ -1,7 +1,7 @@
-"""What a labeler is asked, built from the policy file, and how its answer is read.
+"""The labelling prompt, built from the policy file, and the parser of a labeler's answers.
 
-The policy comes first, in terms of visible evidence, with its exemptions; a continuous score per category is asked
-for. An answer that cannot be read is recorded as such: it never becomes "safe".
+The prompt states the policy with its exemptions in terms of visible evidence, then asks for a continuous score per
+category. An answer that cannot be read is recorded as unreadable and never counts as "safe".
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 
 STYLES = ("single", "reasoned", "examples")
-"""One shot; first a reason; with worked examples. Self-consistency repeats any of them."""
+"""How the question is put: plainly, with a reason before the scores, or with worked examples. Any of them can be
+repeated for self-consistency."""
 
 CAPTION = (
     "Write one prompt for a text-to-image model that would make this picture. Name subjects, clothing, actions, "
@@ -28,19 +29,19 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a labeler said about one image."""
+    """A labeler's answer about one image."""
 
     scores: dict[str, float] | None
-    """Category → [0, 1]; None when the answer could not be read."""
+    """Category → score in [0, 1]; None if the answer could not be read."""
     raw: str
     problem: str = ""
-    """Why it could not be read, or what is odd about it."""
+    """Why the answer could not be read, or how it contradicts itself."""
     spread: float = field(default=0.0)
     """Largest standard deviation of a score over repeated passes."""
 
 
 def rewriting(prompt: str, instead: str) -> str:
-    """Asks for a prompt of the same picture with its unsafe part replaced."""
+    """The instruction to rewrite a prompt for the same picture with its unsafe part replaced."""
     return (
         f"This picture was made from the prompt: {prompt!r}. Write one prompt for the same scene, with the same "
         f"people, place, light and style, in which the unsafe part is replaced by: {instead}. Answer with the prompt."
@@ -80,7 +81,7 @@ def question(policy: Policy, style: str = "single", examples: Sequence[tuple[str
 
 
 def read_examples(path: Path, policy: Policy) -> list[tuple[str, dict[str, float]]]:
-    """Worked examples from a JSONL file: a description and a score for every category of the policy."""
+    """Worked examples from a JSONL file; each has a description and a score for every category of the policy."""
     out = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -100,23 +101,23 @@ def read_examples(path: Path, policy: Policy) -> list[tuple[str, dict[str, float
 
 
 def read_answer(text: str, policy: Policy) -> Answer:
-    """Scores from the last JSON object of an answer; anything short of a full, finite set is a problem."""
-    found = None
+    """The scores in the last JSON object of an answer; unreadable unless every category has a score in [0, 1]."""
+    reply = None
     for match in re.finditer(r"\{[^{}]*\}", text):
         try:
             value = json.loads(match.group())
         except json.JSONDecodeError:
             continue
         if isinstance(value, dict):
-            found = value
-    if found is None:
+            reply = value
+    if reply is None:
         return Answer(None, text, "no JSON object")
-    missing = [n for n in policy.names if n not in found]
+    missing = [n for n in policy.names if n not in reply]
     if missing:
         return Answer(None, text, f"no score for {', '.join(missing)}")
     scores = {}
     for name in policy.names:
-        value = found[name]
+        value = reply[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return Answer(None, text, f"{name}={value!r} is not a number")
         if not 0 <= value <= 1:
@@ -126,24 +127,24 @@ def read_answer(text: str, policy: Policy) -> Answer:
         return Answer(None, text, "all scores are zero")
     stated = re.findall(r"label:\s*`?([\w-]+)", text, re.IGNORECASE)
     top = max(scores, key=lambda n: scores[n])
-    odd = f"says {stated[-1]} but scores {top}" if stated and stated[-1].lower() != top else ""
-    return Answer(scores, text, odd)
+    contradiction = f"says {stated[-1]} but scores {top}" if stated and stated[-1].lower() != top else ""
+    return Answer(scores, text, contradiction)
 
 
 def pooled(answers: Sequence[Answer]) -> Answer:
-    """Self-consistency: mean scores over repeated passes; half or more unreadable is unreadable."""
-    good = [a.scores for a in answers if a.scores is not None]
+    """Mean scores over repeated passes (self-consistency); unreadable if at least half of the passes are."""
+    readable = [a.scores for a in answers if a.scores is not None]
     raw = "\n---\n".join(a.raw for a in answers)
-    if 2 * len(good) <= len(answers):
-        return Answer(None, raw, f"{len(answers) - len(good)} of {len(answers)} passes unreadable")
-    names = good[0]
-    mean = {n: sum(s[n] for s in good) / len(good) for n in names}
-    spread = max((sum((s[n] - mean[n]) ** 2 for s in good) / len(good)) ** 0.5 for n in names)
+    if 2 * len(readable) <= len(answers):
+        return Answer(None, raw, f"{len(answers) - len(readable)} of {len(answers)} passes unreadable")
+    names = readable[0]
+    mean = {n: sum(s[n] for s in readable) / len(readable) for n in names}
+    spread = max((sum((s[n] - mean[n]) ** 2 for s in readable) / len(readable)) ** 0.5 for n in names)
     return Answer(mean, raw, "; ".join(sorted({a.problem for a in answers if a.problem})), spread)
 
 
 def clean_caption(text: str) -> str | None:
-    """A caption as one prompt line; nothing if the model refused, judged, or said nothing."""
+    """A caption as one line, at most 400 characters; None if it is empty or a refusal."""
     line = " ".join(text.strip().strip('"').split())
     refusals = ("i can't", "i cannot", "i'm sorry", "i am sorry", "as an ai", "i'm unable")
     if not line or line.lower().startswith(refusals):

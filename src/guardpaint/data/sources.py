@@ -1,4 +1,4 @@
-"""Sources of images: a manifest names datasets on the hub or on disk, and each is read as a stream.
+"""Image sources: datasets on the hub, on disk or from a testbed, named in a manifest and read as streams.
 
 guardpaint data ingest configs/data/paper.yaml --out corpora/paper
 """
@@ -22,38 +22,38 @@ from guardpaint.store.progress import bar
 
 @runtime_checkable
 class Rows(Protocol):
-    """A dataset that makes its rows itself, such as a testbed's."""
+    """A dataset that generates its own rows, such as a testbed's."""
 
     def rows(self, split: str, skip: int = 0) -> Iterator[dict[str, Any]]:
-        """Rows of a split after the first `skip`; images are encoded."""
+        """Yield the rows of a split after the first `skip`, with encoded images."""
         ...
 
 
 OpenDataset = Callable[[str | None], Rows]
-"""The dataset of a testbed by its name; None is the default testbed."""
+"""Opens the dataset of a testbed by name; None means the default testbed."""
 FORMATS = {"parquet": "parquet", "jsonl": "json", "imagefolder": "imagefolder", "webdataset": "webdataset"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One dataset: where it is and which columns matter."""
+    """One dataset: its location and the columns to read."""
 
     name: str
     path: str
     """A hub id owner/name, or a local file or folder."""
     format: str = "hub"
-    """hub, parquet, jsonl, imagefolder, webdataset, testbed (path is NAME:SPLIT) or world (the default testbed; path is
-    the split)."""
+    """hub, parquet, jsonl, imagefolder, webdataset, testbed (the path is NAME:SPLIT) or world (the default testbed; the
+    path is the split)."""
     split: str = "train"
     config: str | None = None
     image: str = "image"
-    """Column of the images: bytes, a path, or a list that starts with one."""
+    """Column with the images: bytes, paths, or lists whose first item is one of these."""
     root: str | None = None
-    """Folder that relative image paths start from; default: the folder of the file."""
+    """Folder that image paths are relative to; by default the folder of the file."""
     prompt: str | None = None
-    """Column of the prompts; none: prompts are to be reconstructed by captioning."""
+    """Column with the prompts; None if the source has none and captions will replace them."""
     category: str | None = None
-    """Nominal category of the whole source; labels come from the labeler alone."""
+    """Nominal category of the whole source. It is only recorded: labels come from the labeler."""
     category_column: str | None = None
     limit: int | None = None
 
@@ -61,13 +61,13 @@ class Source:
         if self.format not in ("hub", "testbed", "world", *FORMATS):
             raise BadConfig(f"source {self.name}: format={self.format!r}; choose hub, testbed, {', '.join(FORMATS)}")
         if self.format == "testbed" and not all(self.path.rpartition(":")):
-            raise BadConfig(f"source {self.name}: path={self.path!r}; a testbed's is NAME:SPLIT")
+            raise BadConfig(f"source {self.name}: path={self.path!r}; write the path of a testbed as NAME:SPLIT")
         if not self.name.replace("-", "").replace("_", "").isalnum():
-            raise BadConfig(f"source name {self.name!r}: letters, digits, - and _ only")
+            raise BadConfig(f"source name {self.name!r}: use letters, digits, - and _ only")
 
 
 def load_manifest(path: Path) -> list[Source]:
-    """Sources of a YAML manifest, names unique."""
+    """The sources of a YAML manifest; their names must be unique."""
     try:
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))["sources"]
         sources = [Source(**row) for row in rows]
@@ -77,12 +77,12 @@ def load_manifest(path: Path) -> list[Source]:
         raise BadConfig(f"{path}: needs a list `sources` of known keys ({error})") from error
     names = [s.name for s in sources]
     if len(set(names)) != len(names) or not names:
-        raise BadConfig(f"{path}: source names must be unique and at least one; got {names}")
+        raise BadConfig(f"{path}: needs at least one source, and unique names; got {names}")
     return sources
 
 
 def stream(source: Source, skip: int = 0, open_dataset: OpenDataset | None = None) -> Iterator[dict[str, Any]]:
-    """Raw rows from the first not yet read; images stay encoded."""
+    """Yield the rows of a source after the first `skip`, with encoded images."""
     if source.format in ("testbed", "world"):
         if open_dataset is None:
             raise BadInput(f"source {source.name}: testbeds cannot be opened here; use `guardpaint data ingest`")
@@ -111,20 +111,21 @@ def stream(source: Source, skip: int = 0, open_dataset: OpenDataset | None = Non
 
 
 def local_files(source: Source) -> str | list[str]:
+    """The files of a local source: those of its format in a folder, or its path or pattern as it is."""
     path = Path(source.path)
     if not path.exists() and not any(c in source.path for c in "*{"):
         raise BadInput(f"source {source.name}: {source.path} does not exist")
     if path.is_dir():
         ends = {"parquet": "*.parquet", "jsonl": "*.jsonl", "webdataset": "*.tar", "imagefolder": "**/*"}
-        found = sorted(str(p) for p in path.glob(ends[source.format]) if p.is_file())
-        if not found:
-            raise BadInput(f"source {source.name}: nothing like {ends[source.format]} in {source.path}")
-        return found
+        files = sorted(str(p) for p in path.glob(ends[source.format]) if p.is_file())
+        if not files:
+            raise BadInput(f"source {source.name}: no file {ends[source.format]} in {source.path}")
+        return files
     return source.path
 
 
 def image_bytes(value: Any, source: Source) -> bytes | None:
-    """Encoded bytes of whatever a dataset calls an image; nothing if there is none."""
+    """The encoded bytes of a dataset's image value; None if it has no image."""
     if isinstance(value, list):
         value = value[0] if value else None
     if isinstance(value, dict):
@@ -150,7 +151,7 @@ def ingest(
     quiet: bool = False,
     open_dataset: OpenDataset | None = None,
 ) -> dict[str, Any]:
-    """Read every source into the corpus, going on where an earlier run stopped. Returns counts per source."""
+    """Read every source into the corpus, resuming where an earlier run stopped; returns counts per source."""
     known = corpus.keys() if corpus.files() else set()
     for source in sources:
         most = min((n for n in (source.limit, limit) if n is not None), default=None)
@@ -171,7 +172,7 @@ def ingest(
 
 
 def take(row: dict[str, Any], source: Source, batch: list[Example], known: set[str], seen: dict[str, int]) -> None:
-    """One row into the batch; repeats and broken images are counted, not kept."""
+    """Add a row to the batch and to the counts; repeated and broken images are only counted."""
     seen["read"] += 1
     if source.image not in row:
         raise BadInput(f"source {source.name}: no column {source.image!r}; it has {', '.join(row)}")

@@ -1,4 +1,4 @@
-"""From labels to training data: near-duplicates grouped, groups split 70/15/15 by class, leakage checked."""
+"""Group near-duplicates, split the groups 70/15/15 within each class, and check the splits for leakage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from guardpaint.store.seeds import derive
 
 SHARES = {"train": 0.70, "validation": 0.15, "test": 0.15}
 NEAR = 6
-"""Images whose 64-bit hashes differ in at most so many bits are one."""
+"""Images whose 64-bit hashes differ in at most this many bits count as duplicates."""
 
 
 def perceptual_hash(image: Image.Image) -> int:
-    """64 bits: signs of the low DCT coefficients of the 32×32 grey image against their median."""
+    """A 64-bit hash: which low DCT coefficients of the 32×32 grey image exceed their median."""
     grey = np.asarray(image.convert("L").resize((32, 32), Image.Resampling.LANCZOS), float)
     low = dctn(grey, norm="ortho")[:8, :8].ravel()
     bits: Bool[np.ndarray, " 64"] = low > np.median(low[1:])
@@ -30,7 +30,7 @@ def perceptual_hash(image: Image.Image) -> int:
 
 
 def normal_prompt(text: str) -> str:
-    """Prompts that differ in case, accents, punctuation or spacing only are one."""
+    """The prompt without differences in case, accents, punctuation and spacing."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return " ".join(re.sub(r"[^\w]+", " ", "".join(c for c in plain if not unicodedata.combining(c))).split())
 
@@ -54,9 +54,10 @@ class Groups:
 
 
 def group(rows: Sequence[Mapping[str, Any]], near: int = NEAR) -> dict[str, str]:
-    """Key → group: one group for near-duplicate images and for equal prompts (rows: key, hash, prompt).
+    """Key → group. Near-duplicate images and images with equal prompts share a group; rows have key, hash and prompt.
 
-    Two hashes within `near` bits agree fully on at least one of near + 1 bands, so only those are compared.
+    Two hashes within `near` bits of each other are equal on at least one of near + 1 bands, so only hashes that share
+    a band are compared.
     """
     groups = Groups()
     bands: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
@@ -80,9 +81,9 @@ def group(rows: Sequence[Mapping[str, Any]], near: int = NEAR) -> dict[str, str]
 def split(
     labels: Mapping[str, str], groups: Mapping[str, str], seed: int = 0, shares: Mapping[str, float] = SHARES
 ) -> dict[str, str]:
-    """Key → split. Whole groups move together; within each class the shares are met as closely as groups allow."""
+    """Key → split. Groups are never divided; within each class the shares are met as closely as the groups allow."""
     if abs(sum(shares.values()) - 1) > 1e-9:
-        raise BadInput(f"shares={dict(shares)} must add up to 1")
+        raise BadInput(f"shares={dict(shares)} add up to {sum(shares.values())}; they must add up to 1")
     members: dict[str, list[str]] = defaultdict(list)
     for key in labels:
         members[groups[key]].append(key)
@@ -104,7 +105,7 @@ def split(
 
 
 def leaks(splits: Mapping[str, str], groups: Mapping[str, str]) -> list[str]:
-    """Groups that lie in more than one split: must be none."""
+    """The groups that lie in more than one split; a correct split has none."""
     where: dict[str, set[str]] = defaultdict(set)
     for key, name in splits.items():
         where[groups[key]].add(name)
@@ -112,7 +113,7 @@ def leaks(splits: Mapping[str, str], groups: Mapping[str, str]) -> list[str]:
 
 
 def counts(labels: Mapping[str, str], splits: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Split → class → how many."""
+    """Split → class → number of images."""
     out: dict[str, Counter[str]] = defaultdict(Counter)
     for key, name in splits.items():
         out[name][labels[key]] += 1

@@ -1,9 +1,9 @@
-"""A corpus on disk: images in parquet shards, everything learned about them in append-only JSONL beside.
+"""A corpus on disk: images in parquet shards, with captions, labels and splits in JSONL files beside them.
 
 OUT/
-  images/<source>-00000.parquet   key, image bytes, prompt, source, category as the source names it
-  state.json                      how far each source has been read
-  captions.jsonl  labels-<labeler>.jsonl  splits.jsonl
+  images/<source>-00000.parquet   key, image bytes, prompt, source, nominal category
+  state.json                      counts per source, from which `ingest` resumes
+  captions.jsonl  labels-<labeler>-<question>.jsonl  splits.jsonl
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from PIL import Image, UnidentifiedImageError
 
 from guardpaint.errors import BadInput
 from guardpaint.store.checkpoint import read_json, sha256_hex, write_json
+from guardpaint.store.images import MOST_PIXELS
 from guardpaint.store.rows import append_rows, read_rows
 
 SHARD = 500
-MOST_PIXELS = 64_000_000
+"""Images per parquet file."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One image with what its source says about it."""
+    """One image with the prompt and category that its source gives."""
 
     key: str
     """First 16 hex digits of the image bytes' SHA-256."""
@@ -34,21 +35,24 @@ class Example:
     prompt: str | None
     source: str
     nominal: str | None
-    """The source's own category; never a label."""
+    """The category that the source states; it never serves as a label."""
 
     def picture(self) -> Image.Image:
-        """Decoded, RGB; a file that is not an image or is far too large is named."""
+        """The decoded image in RGB; raises BadInput if it cannot be decoded or is too large."""
         try:
             opened = Image.open(io.BytesIO(self.image))
             if opened.width * opened.height > MOST_PIXELS:
-                raise BadInput(f"image {self.key} of {self.source}: {opened.width}×{opened.height} is too large")
+                raise BadInput(
+                    f"image {self.key} of {self.source}: {opened.width}×{opened.height} "
+                    f"is over {MOST_PIXELS // 1_000_000} MP"
+                )
             return opened.convert("RGB")
         except (UnidentifiedImageError, OSError, ValueError) as error:
             raise BadInput(f"image {self.key} of {self.source}: cannot be decoded ({error})") from error
 
 
 def key_of(image: bytes) -> str:
-    """Name of an image in a corpus: equal bytes have equal keys."""
+    """The key of an image in a corpus; equal bytes have equal keys."""
     return sha256_hex(image)[:16]
 
 
@@ -60,11 +64,15 @@ class Corpus:
         self.shards = root / "images"
 
     def state(self) -> dict[str, dict[str, int]]:
+        """Counts per source: rows read, kept, repeated and broken."""
         path = self.root / "state.json"
         return read_json(path) if path.exists() else {}
 
     def add(self, source: str, examples: Sequence[Example], seen: Mapping[str, int]) -> Path | None:
-        """One shard, then the source's counts: a crash in between repeats rows, which their keys make harmless."""
+        """Write a shard, then the source's counts.
+
+        After a crash in between, some rows are stored twice; readers skip repeated keys.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -87,7 +95,7 @@ class Corpus:
         return sorted(self.shards.glob("*.parquet"))
 
     def __iter__(self) -> Iterator[Example]:
-        """Every example once, a few at a time in memory; sources and order are stable."""
+        """Every example once, in a stable order, with a few in memory at a time."""
         import pyarrow.parquet as pq
 
         seen: set[str] = set()

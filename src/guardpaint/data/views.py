@@ -1,7 +1,7 @@
-"""What an auditor sees of unfinished pictures: views made with a base, and the ground truth of what they show.
+"""Views: what an auditor sees of unfinished pictures, made with a base and labelled with the ground truth.
 
-Most come from one call of the base on a re-noised picture of a labelled corpus (`corpus_views.py`) or of a testbed that
-draws its own pictures (the capability `AuditorLessons`).
+Most views come from one call of the base on a re-noised picture. The pictures belong to a labelled corpus
+(`corpus_views.py`) or to a testbed that draws its own (the capability `AuditorLessons`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ KINDS = (
     "redrawn",
     "generated",
 )
-"""Kinds of views. clean, redrawn and generated are finished pictures: originals, originals that a base drew anew, and
-pictures that the base drew from a prompt."""
+"""Kinds of views. Three are finished pictures: clean (an original), redrawn (an original that a base drew again) and
+generated (drawn by the base from a prompt)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Views:
 
     images: UInt8[Tensor, "n 3 h w"]
     masks: Bool[Tensor, "n u v"]
-    """Unsafe pixels; they are not known for a corpus, whose masks are 1×1."""
+    """Unsafe pixels. They are unknown for a corpus, whose masks are 1×1."""
     category: Int[Tensor, " n"]
     noise: Float[Tensor, " n"]
-    """Normalised noise of the latent behind the view."""
+    """Normalised noise level of the latent that the view was decoded from."""
     progress: Float[Tensor, " n"]
     kind: Int[Tensor, " n"]
     decoder: Int[Tensor, " n"]
@@ -53,11 +53,11 @@ class Views:
     texts: tuple[str, ...]
     """The prompt of every view."""
     names: tuple[str, ...]
-    """What the numbers in `category` mean."""
+    """The categories that `category` indexes."""
     world: str = ""
     """Name of the testbed whose scenes the seeds identify; empty for a corpus."""
     strength: Float[Tensor, " n"] | None = None
-    """How sure a corpus's labeler is of harm. For a testbed's views the masks say how strong it is."""
+    """The labeler's score for harm, for views of a corpus; for a testbed's views the masks determine the strength."""
     origin: str = ""
     """Digest of the base and the settings that a corpus's views were made with."""
 
@@ -82,7 +82,7 @@ TENSORS = ("images", "masks", "category", "noise", "progress", "kind", "decoder"
 
 
 def joined(parts: Sequence[Views]) -> Views:
-    """Several sets as one, in memory. They must come from the same testbed or from corpora with equal categories."""
+    """Several sets as one, in memory. They must come from one testbed, or from corpora with equal categories."""
     if len({(p.world, p.names) for p in parts}) > 1:
         raise BadInput("views of different testbeds, of a testbed and a corpus, or of other categories cannot be mixed")
     strengths = [p.strength for p in parts if p.strength is not None]
@@ -96,7 +96,7 @@ def joined(parts: Sequence[Views]) -> Views:
 
 
 class Shelf:
-    """Views of many files that stay on disk until some of their rows are asked for."""
+    """Views in many files that stay on disk until their rows are read."""
 
     def __init__(self, parts: Sequence[Views]) -> None:
         self.parts = parts
@@ -113,13 +113,13 @@ class Shelf:
         """These rows, in this order, in memory."""
         where = torch.searchsorted(self.first, index, right=True) - 1
         order = torch.argsort(where, stable=True)
-        found = [self.parts[k].rows(index[order][where[order] == k] - self.first[k]) for k in where.unique().tolist()]
-        return joined(found).rows(torch.argsort(order))
+        parts = [self.parts[k].rows(index[order][where[order] == k] - self.first[k]) for k in where.unique().tolist()]
+        return joined(parts).rows(torch.argsort(order))
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A batch of finished pictures with their labels: what views are made of."""
+    """A batch of finished, labelled pictures that views are made from."""
 
     images: Float[Tensor, "b 3 h w"]
     masks: Bool[Tensor, "b u v"]
@@ -137,8 +137,8 @@ class Labelled:
         progress: Float[Tensor, " b"] | None = None,
         small: Bool[Tensor, " b"] | None = None,
     ) -> Views:
-        """Views of these pictures; without noise and progress they are finished. `small` marks the rows that went
-        through the tiny decoder."""
+        """Views of these pictures; without noise and progress they count as finished. `small` marks the rows that the
+        tiny decoder decoded."""
         n = len(images)
         return Views(
             as_bytes(images),
@@ -168,7 +168,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class ViewedBase:
-    """A base whose unfinished pictures are viewed: its pipeline, call settings and tiny decoder, if it has one."""
+    """The base that views are made with: its pipeline, its call settings and, optionally, a tiny decoder."""
 
     pipe: Any
     call: dict[str, Any]
@@ -185,7 +185,7 @@ class ViewedBase:
 
 @dataclass(frozen=True)
 class Steps:
-    """One step of each row: the levels it goes from and to, and the progress that a guard counts after it."""
+    """One denoising step per row: the noise levels before and after it, and the progress after it."""
 
     before: list[Level]
     after: list[Level]
@@ -197,9 +197,9 @@ def as_bytes(images: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
 
 
 def renoised_pictures(base: ViewedBase, batch: Labelled) -> Views:
-    """One call per picture at a random step of the base's own schedule: its x̂0 view, and that of the stepped latent.
+    """Two views per picture from one call at a random step of the base's schedule: of x̂0, and of the stepped latent.
 
-    Both are what a guard sees once that step is done, and carry the progress it then counts.
+    Both are what a guard sees after that step, and carry the progress after it.
     """
     seeds = batch.seeds
     g = torch.Generator().manual_seed(seeds[0])
@@ -221,7 +221,7 @@ def renoised_pictures(base: ViewedBase, batch: Labelled) -> Views:
 def stacked(
     base: ViewedBase, batch: Labelled, latents: Mapping[str, Float[Tensor, "b c h w"]], steps: Steps, g: torch.Generator
 ) -> Views:
-    """Views of latents by kind. If the base has a tiny decoder, it decodes a random half of each kind."""
+    """Views of the latents of each kind. If the base has a tiny decoder, it decodes a random half of each kind."""
     parts = []
     for kind, z in latents.items():
         small = torch.zeros(len(z), dtype=torch.bool)
@@ -237,25 +237,24 @@ def stacked(
 
 
 def clean_pictures(vae: Any, batch: Labelled, plain: Bool[Tensor, " b"], device: torch.device) -> Views:
-    """Finished pictures: as they are where `plain` says so, else once through the autoencoder."""
+    """Views of finished pictures: unchanged where `plain` is true, otherwise encoded and decoded by the autoencoder."""
     with torch.no_grad():
         back = vae_decode(vae, vae_encode(vae, batch.images, device), device).cpu()
     return batch.views(torch.where(plain.view(-1, 1, 1, 1), batch.images, back), "clean")
 
 
 def store(parts: list[Views], path: Path) -> Views:
-    """Write the sets as one file; returns them joined."""
-    whole = joined(parts)
-    write_tensors(path, {f.name: getattr(whole, f.name) for f in fields(Views)})
-    return whole
+    """Write the sets as one file and return them joined."""
+    views = joined(parts)
+    write_tensors(path, {f.name: getattr(views, f.name) for f in fields(Views)})
+    return views
 
 
 def load_views(path: Path, on_disk: bool = False) -> Views:
-    """Views of a file; with `on_disk` their tensors are read when they are used."""
+    """The views in a file; with `on_disk` their tensors are read only when used."""
     try:
-        kept = torch.load(path, weights_only=True, mmap=on_disk)
-        return Views(**kept)
+        return Views(**torch.load(path, weights_only=True, mmap=on_disk))
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such views; make them with `guardpaint data views`") from error
     except Exception as error:
-        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it to make it anew") from error
+        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it and make the views again") from error
