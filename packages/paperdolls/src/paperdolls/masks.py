@@ -46,7 +46,7 @@ def boxed(mask: Bool[np.ndarray, "64 64"], margin: int) -> Bool[np.ndarray, "64 
 
 
 def training_mask(scene: Scene, seed: int) -> Bool[np.ndarray, "64 64"]:
-    """A mask for the inpainter's training, by seed: most often a figure or its box, else a box, strokes or everything."""
+    """A mask to train the inpainter on, by seed: mostly a figure or its box, else a box, strokes or everything."""
     rng = random.Random(f"mask/{scene.jitter}/{seed}")
     shape = rng.choices(SHAPES, weights=WEIGHTS)[0]
     if shape in ("figure", "figure_box") and scene.figures:
