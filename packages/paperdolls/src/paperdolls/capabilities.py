@@ -1,4 +1,4 @@
-"""The capabilities of the paper-doll testbed beyond prompts: pictures with exact masks, safe versions, other wordings."""
+"""Capabilities of the paper-doll testbed beyond prompts: pictures with exact masks, safe versions, other wordings."""
 
 from __future__ import annotations
 

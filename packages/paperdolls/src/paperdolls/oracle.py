@@ -1,7 +1,7 @@
 """The oracle: an independent judge of paper-doll pictures, for evaluation only.
 
-The oracle is a small U-Net that shares neither architecture, data nor seed with the auditor. It predicts the category of
-a picture, its unsafe pixels and its attributes, so that prompt agreement can be judged attribute by attribute.
+The oracle is a small U-Net that shares neither architecture, data nor seed with the auditor. It predicts the category,
+the unsafe pixels and the attributes of a picture, so that prompt agreement can be judged attribute by attribute.
 """
 
 from __future__ import annotations

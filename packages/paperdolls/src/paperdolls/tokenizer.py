@@ -1,4 +1,4 @@
-"""Small CLIP and T5 tokenizers trained on the world's captions. The CLIP one falls back to bytes, so it takes any text."""
+"""Small CLIP and T5 tokenizers trained on the world's captions. The CLIP one falls back to bytes for unknown text."""
 
 from __future__ import annotations
 

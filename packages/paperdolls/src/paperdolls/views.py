@@ -55,11 +55,11 @@ VIEW_SEEDS = {
     "calibration": 80_000_000,
     "oracle": 44_000_000,
 }
-"""First scene of each split of views. `oracle` is for the oracle, the others for the auditor; no other model uses them."""
+"""First scene of each split of views: `oracle` for the oracle, the others for the auditor. No other model uses them."""
 PER_BASE, REDRAWN_FROM, TRAJECTORIES_FROM = 50_000, 30_000, 40_000
 """How many seeds each base has, and the offsets at which those of redrawn and of generated pictures begin."""
 HALF_NOISE = (0.30, 0.55)
-"""Share of noise from which a render is redrawn: low enough to keep the content, high enough for the base's own style."""
+"""Share of noise from which a render is redrawn: it keeps the scene's content and takes on the base's style."""
 SURE = 0.95
 """The picture of a harmless prompt counts as harmless below this unsafe probability of the judge."""
 
@@ -97,7 +97,7 @@ def noise_share(level: Level) -> float:
 
 @torch.no_grad()
 def redrawn(base: ViewedBase, seeds: list[int]) -> Views:
-    """Renders that were half noised and then denoised by the base's last steps, and views from the step before the last.
+    """Renders, half noised and then finished by the base's last steps; and views from the step before the last.
 
     Pictures that no longer show what makes their scene unsafe are dropped.
     """
@@ -263,7 +263,7 @@ def make_views(
     if not parts and not any(counts.values()):
         raise BadInput(f"no views of {name} requested: give --count, --redrawn or --trajectories")
     if counts.get("trajectories") and judge is None:
-        raise BadInput("trajectories need an auditor that labels finished pictures: give its folder with --judge")
+        raise BadInput("trajectories are labelled by an auditor trained on finished pictures: name it with --judge")
     first = VIEW_SEEDS[split] + NAMES.index(name) * PER_BASE
 
     def both(seeds: list[int]) -> Views:

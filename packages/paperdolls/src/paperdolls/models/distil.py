@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from rich.progress import track
 from torch import Tensor, nn
 
 from guardpaint.draft.denoiser import Denoiser
@@ -22,6 +21,7 @@ from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import fingerprint as weights_of
 from guardpaint.store.checkpoint import read_json, write_tensors
 from guardpaint.store.images import save_image
+from guardpaint.store.progress import track
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from paperdolls.captions import caption
 from paperdolls.models.generator import sample_sheet
@@ -109,7 +109,7 @@ def collect(pipe: Any, config: DistilConfig, length: int, cache: Path, batch: in
         if kept.get("key") == key:
             made = list(kept["paths"].float().split(batch, 1))
     total = -(-config.trajectories // batch)
-    for k in track(range(len(made), total), description="teacher trajectories"):
+    for k in track(range(len(made), total), "teacher trajectories"):
         prompts = [prompt(k * batch + i) for i in range(batch)]
         made.append(trajectories(pipe, nodes, prompts, shape, config, length, FIRST + k))
         if k % 5 == 4 or k == total - 1:

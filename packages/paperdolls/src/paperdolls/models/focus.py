@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import write_tensors
+from guardpaint.store.progress import track
 from paperdolls.masks import differs, figure_mask
 from paperdolls.render import render
 from paperdolls.scene import Scene, sample_scene
@@ -62,7 +62,7 @@ def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
             raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to look anew") from error
     if kept is None or kept["key"] != key:
         masks, hard = [], []
-        for seed in track(range(first, first + count), description="looking for figures"):
+        for seed in track(range(first, first + count), "looking for figures"):
             scene = sample_scene(seed)
             cells = torch.nn.functional.adaptive_max_pool2d(torch.from_numpy(touched(scene))[None].float(), GRID)
             masks.append(cells.to(torch.uint8))

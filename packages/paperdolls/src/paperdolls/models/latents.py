@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import write_tensors
+from guardpaint.store.progress import track
 from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 from paperdolls.captions import caption
 from paperdolls.masks import training_mask
@@ -70,7 +70,7 @@ def encode_scenes(
         if kept.pop("key") == key:
             return widened(kept)
     parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(SceneLatents)}
-    for start in track(range(first, first + count, batch), description="encoding scenes"):
+    for start in track(range(first, first + count, batch), "encoding scenes"):
         scenes = [sample_scene(s) for s in range(start, min(start + batch, first + count))]
         pixels = pixels_of([render(s).image for s in scenes])
         parts["latents"].append(encoded(vae, pixels))
