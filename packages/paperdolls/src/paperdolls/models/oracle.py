@@ -168,7 +168,7 @@ class Softener:
 
 
 def softened(batch: Lesson, softener: Callable[..., Tensor], g: torch.Generator) -> Lesson:
-    """The lesson with a quarter of its pictures softened, but no scene with a blade (it may vanish) and no twin of one."""
+    """The lesson with a quarter of its pictures softened; none shows a blade (it may vanish) or the twin of one."""
     paired = {i + k for i, s in enumerate(batch.scenes) if s.kind == "blade" for k in (0, 1)}
     able = [i for i in range(len(batch.scenes)) if i not in paired][-len(batch.scenes) // 4 :]
     images = batch.images.clone()
