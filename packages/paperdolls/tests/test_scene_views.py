@@ -89,7 +89,7 @@ def test_an_auditor_labels_trajectories():
 
 
 def test_a_decoder_of_another_latent_space_is_named(tmp_path):
-    with pytest.raises(BadInput, match="mini-flux has latents of 4 channels, the tiny decoder of 16"):
+    with pytest.raises(BadInput, match="latents of 16 channels, mini-flux has 4: use tiny4"):
         scene_views.make_views("mini-flux", tmp_path, "test", {"renoised": 4}, small.tiny_decoder(16))
 
 

@@ -1,4 +1,4 @@
-"""What an auditor learns from scenes: fresh renders with safe twins, repairs, half repairs, many captions."""
+"""Training batches of the auditor from scenes: views, fresh renders with safe twins, repairs and half repairs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 from paperdolls.views import WORLD, audited, make_views, scene_truth
 
 FRESH_SEEDS = 55_000_000
-"""First scene that is rendered while training; no view shows these."""
+"""First of the scenes that are rendered during training; no view shows any of them."""
 LOOSE_WORDS = tuple(word for words in WORDS.values() for phrase in words for word in phrase.split())
-"""Words of the world, for prompts that attacks have garbled."""
+"""All words of the world, put into prompts to imitate those that attacks have garbled."""
 UNSEEN_CYCLE = (
     ("nudity", None),
     ("nudity", "statue"),
@@ -40,11 +40,14 @@ UNSEEN_CYCLE = (
     (None, None),
     ("blade", None),
 )
-"""Kind of scene (hard: the hard negatives in turn; None: as they come), and the safe kind it is shown as."""
+"""The kind of each fresh scene in turn, and the safe kind it is shown as (None: as it is).
+
+The kind `hard` stands for the hard negatives in turn, None for a kind sampled by seed.
+"""
 
 
 def unseen_scenes(first: int, count: int) -> list[Scene]:
-    """Scenes by seed, unsafe ones followed by twins that differ from them by what makes them unsafe alone."""
+    """Scenes by seed. Unsafe ones are followed by safe twins, which differ from them only in what is unsafe."""
     scenes = []
     for seed in range(first, first + count):
         turn, place = divmod(seed, len(UNSEEN_CYCLE))
@@ -58,7 +61,7 @@ def unseen_scenes(first: int, count: int) -> list[Scene]:
 
 
 def twin(scene: Scene, kind: str) -> Scene:
-    """The scene without what makes it unsafe, in the form that is most easily mistaken for it."""
+    """The scene made safe, as the safe kind that is most easily mistaken for it."""
     safe = safe_version(scene)
     main = safe.figures[0]
     if kind == "statue":
@@ -69,15 +72,15 @@ def twin(scene: Scene, kind: str) -> Scene:
 
 
 LEFT_OVER = 0.5
-"""A picture stays unsafe if this share of the unsafe area is left; of a splash, 16 pixels are enough."""
+"""A half-repaired picture is unsafe if this share of the unsafe area is left; of a splash, 16 pixels are enough."""
 
 
 def half_repaired(
     scene: Scene, g: torch.Generator
 ) -> tuple[Float[Tensor, "3 64 64"], Float[Tensor, "64 64"], bool | None]:
-    """An unsafe scene with its safe version painted over part of it, what is left, and whether that is unsafe.
+    """An unsafe scene with its safe version painted over part of it, the unsafe mask that is left, and the label.
 
-    None: too little or too pale to say.
+    The label says whether the picture is still unsafe; it is None if too little is left, or too pale, to decide.
     """
     before, after = scene_truth([scene, safe_version(scene)])[:2]
     rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
@@ -97,7 +100,7 @@ def half_repaired(
 
 @dataclass
 class SceneBatch:
-    """A batch under construction: rows are replaced in place."""
+    """A batch whose rows are replaced in place before it becomes a `Lesson`."""
 
     images: Float[Tensor, "b 3 h w"]
     masks: Float[Tensor, "b h w"]
@@ -106,7 +109,7 @@ class SceneBatch:
     scenes: list[Scene]
 
     def chosen(self, share: float, g: torch.Generator) -> Tensor:
-        """A random share of the unsafe rows."""
+        """Which rows are in a random share of the unsafe ones."""
         return (self.category != 0) & (torch.rand(len(self.scenes), generator=g) < share)
 
 
@@ -115,7 +118,9 @@ class SceneLessons:
 
     def __init__(self, views: Views | Shelf, settings: LessonSettings) -> None:
         if views.names != tuple(CODE):
-            raise BadInput(f"views of scenes have the categories {', '.join(CODE)}, not {', '.join(views.names)}")
+            raise BadInput(
+                f"views of scenes have the categories {', '.join(CODE)}; these have {', '.join(views.names)}"
+            )
         self.views, self.settings, self.names = views, settings, views.names
         self.balanced = BalancedRows(views, settings.late)
 
@@ -129,7 +134,7 @@ class SceneLessons:
         )
 
     def scenes(self, index: int, count: int, g: torch.Generator) -> SceneBatch:
-        """Views, and a share of scenes that nobody has seen, in random order."""
+        """Views and the share `fresh` of new renders, in random order."""
         new = round(count * self.settings.fresh)
         part = self.views.rows(self.balanced.pick(count - new, g))
         images, masks, category, noise = (
@@ -153,7 +158,7 @@ class SceneLessons:
         )
 
     def prompt(self, scene: Scene, index: int, g: torch.Generator) -> str:
-        """A caption of the scene, another one every time, sometimes with a few wrong words."""
+        """A caption of the scene, a different one at every index, sometimes with a few words replaced."""
         words = caption(scene, index, euphemism=self.settings.euphemism).text.split()
         if float(torch.rand((), generator=g)) < self.settings.salad:
             for _ in range(int(torch.randint(1, 4, (), generator=g))):
@@ -162,15 +167,17 @@ class SceneLessons:
         return " ".join(words)
 
     def repair(self, batch: SceneBatch, g: torch.Generator) -> None:
-        """Show some unsafe scenes in their safe form; the prompt stays."""
+        """Replace some unsafe pictures by their safe versions; the prompt stays."""
         for i in torch.nonzero(batch.chosen(self.settings.repaired, g))[:, 0].tolist():
             scene = safe_version(batch.scenes[i])
             batch.images[i] = torch.from_numpy(render(scene).image).permute(2, 0, 1).float() / 255
             batch.masks[i], batch.category[i], batch.noise[i] = 0.0, 0, 0.0
 
     def half_repair(self, batch: SceneBatch, g: torch.Generator) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        """Show some unsafe scenes half repaired. Returns which rows can be called safe or unsafe, and which have edges
-        of known quality."""
+        """Replace some unsafe pictures by half-repaired ones.
+
+        Returns which rows have a known label, and which have edges of known quality.
+        """
         known = torch.ones(len(batch.scenes))
         chosen = batch.chosen(self.settings.partial, g)
         for i in torch.nonzero(chosen)[:, 0].tolist():
@@ -198,5 +205,5 @@ class SceneViews:
 
     def lessons(self, views: Views | Shelf, settings: LessonSettings) -> SceneLessons:
         if views.world != WORLD:
-            raise BadInput(f"views of {views.world or 'a corpus'}: this testbed knows the scenes of {WORLD} only")
+            raise BadInput(f"these are views of {views.world or 'a corpus'}; this testbed takes views of {WORLD} only")
         return SceneLessons(views, settings)

@@ -1,7 +1,7 @@
-"""The embedded models: five small bases of the real diffusers classes, an inpainter, and the guard made for them.
+"""The embedded models: five small bases of the real diffusers classes, an inpainter, and a guard for them.
 
-Autoencoders, tokenizers and shared text encoders exist once in `assets/`; a base's folder links to them, so that
-`DiffusionPipeline.from_pretrained(folder)` works on it like on any other.
+Autoencoders, tokenizers and shared text encoders are stored once in `assets/`. The folder of a base links to them, so
+that `DiffusionPipeline.from_pretrained(folder)` loads it like any other pipeline.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from guardpaint.store.checkpoint import read_json, write_atomic, write_json
 from paperdolls.files import ASSETS
 
 NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
-"""Text-to-image bases, in the order of the docs."""
+"""The text-to-image bases. The order matters: it decides which seeds the views of a base use."""
 INPAINTER = "mini-inpaint"
 AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
 PROPOSER, RANKER = "mini-proposer", "mini-ranker"
 GUARD = ASSETS / "guard"
-"""The default guard: links to the parts it is made of, its policy and its settings."""
+"""Folder of the default guard: its policy, its settings and links to its components."""
 TINY = {"sd": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
-"""The tiny decoder of each family's latent space; families without one decode with their autoencoder."""
+"""The tiny decoder of each family's latent space."""
 INDEX = "model_index.json"
 PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}
-"""Bases that are a LoRA on another."""
+"""Models that are a LoRA, and the model that each of them is applied to."""
 
 
 def shipped() -> tuple[str, ...]:
-    """The text-to-image bases that are here."""
+    """The text-to-image bases that are in the assets."""
     return tuple(name for name in NAMES if any((ASSETS / name / f).exists() for f in (INDEX, LORA)))
 
 
 def folder(name: str) -> Path:
-    """Folder of an embedded model."""
+    """The folder of an embedded pipeline or LoRA."""
     path = ASSETS / name
     if not any((path / f).exists() for f in (INDEX, LORA)):
         have = ", ".join(p.parent.name for p in sorted(ASSETS.glob(f"*/{INDEX}")) + sorted(ASSETS.glob(f"*/{LORA}")))
-        raise BadInput(f"embedded model {name!r}: not shipped; there are {have}")
+        raise BadInput(f"embedded model {name!r}: not shipped; choose one of {have}")
     return path
 
 
 @dataclass(frozen=True)
 class MiniBase:
-    """One embedded model; implements `guardpaint.bases.NamedBase`."""
+    """An embedded base; implements `guardpaint.bases.NamedBase`."""
 
     name: str
     inpaints: bool = False
 
     def load(self) -> Any:
-        """The pipeline in fp32, progress bar off."""
+        """The pipeline in fp32, with its progress bar off."""
         where = folder(self.name)
         low_rank = (where / LORA).exists()
         pipe = load_pipeline(folder(PARENT[self.name]) if low_rank else where)
@@ -68,7 +68,7 @@ class MiniBase:
         return pipe
 
     def call(self) -> dict[str, Any]:
-        """What the model was trained to be called with: steps, guidance, text length, size."""
+        """The call settings that the model was trained for: steps, guidance, text length, size."""
         return dict(read_json(folder(self.name) / "card.json")["settings"])
 
 
@@ -82,14 +82,14 @@ def guard_folder() -> Path:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same weights, or the same vocabulary; notes about their origin may differ."""
+    """Whether two folders hold the same weights or, without weights, the same vocabulary. Other files may differ."""
     weights = sorted(p.name for p in a.glob("*.safetensors"))
     files = weights or [p.name for p in a.iterdir() if p.name in ("tokenizer.json", "vocab.json", "merges.txt")]
     return bool(files) and all((b / f).exists() and same_file(a / f, b / f) for f in files)
 
 
 def same_file(a: Path, b: Path) -> bool:
-    """Equal bytes, or equal tensors in another order."""
+    """Whether two files have the same bytes, or the same tensors in another order."""
     if a.suffix != ".safetensors" or a.stat().st_size != b.stat().st_size:
         return a.read_bytes() == b.read_bytes()
     from safetensors.torch import load_file
@@ -99,22 +99,27 @@ def same_file(a: Path, b: Path) -> bool:
 
 
 def check_size(auditor: Path, size: int) -> dict[str, Any]:
-    """Settings of a saved auditor, if it was trained at this size."""
+    """The settings of a saved auditor; raises BadInput unless it was trained at this size."""
     settings: dict[str, Any] = read_json(auditor / "config.json")
     if size not in settings.get("sizes", ()):
-        raise BadInput(f"size {size}: the auditor in {auditor} was trained at {settings.get('sizes')}")
+        raise BadInput(
+            f"size {size}: choose one at which the auditor in {auditor} was trained: {settings.get('sizes')}"
+        )
     return settings
 
 
 def one_size(auditor: Path, size: int) -> None:
-    """Let a saved auditor look at one size only, coarse and fine alike; its card tells."""
+    """Make a saved auditor use one size for both its coarse and its fine audits, and record that in its card."""
     settings = check_size(auditor, size)
     write_json(auditor / "config.json", {**settings, "sizes": [size, size]})
     write_json(auditor / "card.json", {**read_json(auditor / "card.json"), "looks_at": size})
 
 
 def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
-    """Copy a finished run's model into the assets; parts that already lie there become links. Returns the links."""
+    """Copy a finished run's model into the assets; parts that are there already become links.
+
+    Returns a line of text for each link.
+    """
     source, target = run / "model", assets / name
     if not any((source / f).exists() for f in (INDEX, LORA, "config.json")):
         raise BadInput(f"{run}: no finished model in {source}; has the run reached its last step?")
@@ -139,7 +144,7 @@ def adopt(run: Path, name: str, assets: Path = ASSETS) -> list[str]:
 
 
 def loss_curve(log: Path, target: Path, points: int = 200) -> None:
-    """The run's loss, averaged over equal stretches of steps: a small CSV, and a plot where matplotlib is there."""
+    """Write the run's loss, averaged over at most `points` intervals, as a CSV and, with matplotlib, as a plot."""
     if not log.exists():
         return
     with log.open(newline="") as file:
@@ -160,34 +165,35 @@ def loss_curve(log: Path, target: Path, points: int = 200) -> None:
 
 
 LEAST_LEVEL = 0.02
-"""A calibrated mask level below this covers whole pictures."""
+"""A calibrated mask level below this is not used: it would mask whole pictures."""
 
 
 def calibrated_settings(calibration: Calibration) -> dict[str, Any]:
-    """What the default guard takes of a calibration.
+    """The settings that the default guard takes from a calibration.
 
-    What is missed is decided by the verdict on the finished picture: thresholds tightened before it, where views are
-    hard to read, would only raise false alarms. Where nothing tells where to mask, the finished pictures' level counts.
+    Only the last band keeps its thresholds. The verdict on the finished picture decides what is missed; tighter
+    thresholds in earlier bands, whose views are hard to read, would only add false alarms. Bands whose own mask level
+    is not usable take that of finished pictures; if that is not usable either, the guard keeps masking by percentile.
     """
-    found = calibration.to_dict()
-    for band in found["bands"][:-1]:
+    values = calibration.to_dict()
+    for band in values["bands"][:-1]:
         band["thresholds"] = dict.fromkeys(band["thresholds"], 1.0)
-    finished = found["bands"][-1]["mask_level"]
+    finished = values["bands"][-1]["mask_level"]
     if finished is None or finished < LEAST_LEVEL:
-        return {"calibration": found}
-    for band in found["bands"]:
+        return {"calibration": values}
+    for band in values["bands"]:
         usable = band["mask_level"] is not None and band["mask_level"] >= LEAST_LEVEL
         band["mask_level"] = band["mask_level"] if usable else None
-    return {"calibration": found, "mask_threshold": "calibrated", "mask_level": finished}
+    return {"calibration": values, "mask_threshold": "calibrated", "mask_level": finished}
 
 
 def assemble_guard(
     settings: dict[str, Any], assets: Path = ASSETS, proposer: str = "uniform", knobs: dict[str, Any] | None = None
 ) -> Path:
-    """Make the default guard of the auditor, the inpainter and the tiny decoders that lie in the assets.
+    """Write the default guard from the auditor, the inpainter and the tiny decoders in the assets; return its folder.
 
-    The proposer is learned (the one in the assets), uniform, or has a name and fixed knobs. A ranker in the assets
-    comes along; whether it is asked is a setting.
+    The proposer is `learned` (the one in the assets), `uniform`, or any other name with fixed `knobs`. A ranker in the
+    assets is included; the setting `keep` decides whether it is used.
     """
     guard = assets / GUARD.name
     parts = {"auditor": AUDITOR}
@@ -202,7 +208,9 @@ def assemble_guard(
     parts |= {"ranker": RANKER} if ranked else {}
     for name in parts.values():
         if not (assets / name).exists():
-            raise BadInput(f"the default guard needs {assets / name}; train and adopt it first")
+            raise BadInput(
+                f"the default guard needs {assets / name}; train {name} and copy it there with `guardpaint world adopt`"
+            )
     if guard.exists():
         shutil.rmtree(guard)
     for link, name in parts.items():
@@ -217,19 +225,20 @@ def assemble_guard(
 
 
 def megabytes(assets: Path = ASSETS) -> float:
-    """Size of everything in the assets, links not counted twice."""
+    """Size of all files in the assets, in megabytes; what is behind a link counts once."""
     return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
 
 
 GUARD_PARTS = (GUARD.name, AUDITOR, SAFE_INPAINTER, PROPOSER, RANKER)
-"""Assets of the guard; all others are of the world it guards."""
+"""Assets of the guard; all others belong to the world."""
 
 
 def world_megabytes(assets: Path = ASSETS) -> float:
-    """Weights of the world's models, without those of the guard."""
+    """Size of the weights of the world's models in megabytes, without those of the guard."""
     files = (p for p in assets.rglob("*.safetensors") if p.is_file() and not linked_to(p, assets))
     return sum(p.stat().st_size for p in files if p.relative_to(assets).parts[0] not in GUARD_PARTS) / 1e6
 
 
 def linked_to(path: Path, root: Path) -> bool:
+    """Whether the path below `root` is a link or lies behind one."""
     return any(p.is_symlink() for p in (path, *path.parents) if root in p.parents)

@@ -1,4 +1,4 @@
-"""What this world knows beyond prompts: its pictures with exact masks, their safe versions, other wordings."""
+"""Capabilities of the paper-doll testbed beyond prompts: pictures with exact masks, safe versions, other wordings."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ PICTURE_SEEDS = {
     "conformal": 76_000_000,
     "adaptive": 98_000_000,
 }
-"""First scene of each split of known pictures: finished renders apart from every other split."""
+"""First scene of each split of known pictures. No other split has these scenes."""
 CONTEXT = ("background", "light", "style")
-"""Attributes that lie outside every mask."""
+"""Attributes of a picture that a repair must not change."""
 
 
 def scene_of(prompt: Prompt) -> Scene:
-    """The scene behind a prompt of this world. Those of the split `benign` were sampled by kind: a seed and a kind
-    make another scene than the seed alone."""
+    """The scene that a prompt of this world describes.
+
+    Scenes of the split `benign` were sampled by seed and kind, which gives another scene than the seed alone.
+    """
     by_kind = prompt.seed >= min(BENIGN_SEEDS.values()) and prompt.category == "safe"
     return sample_scene(prompt.seed, prompt.kind if by_kind else None)
 
 
 @dataclass(frozen=True)
 class KnownScene(KnownPicture):
-    """A rendered scene that remembers what was rendered."""
+    """A known picture together with the scene that was rendered."""
 
     scene: Scene
 
     @classmethod
     def of(cls, seed: int, scene: Scene) -> KnownScene:
-        """A scene rendered, under its first caption."""
+        """The render of a scene, with its first caption as the prompt."""
         drawn = render(scene)
         return cls(prompt_of(seed, scene, caption(scene, 0), scene.kind), drawn.image, drawn.mask, scene)
 
@@ -67,7 +69,7 @@ class Pictures:
 
     def pictures(self, split: str, count: int, kind: str | None = None, style: str | None = None) -> list[KnownPicture]:
         if split not in PICTURE_SEEDS:
-            raise BadInput(f"split {split!r}: known pictures come as {', '.join(PICTURE_SEEDS)}")
+            raise BadInput(f"split {split!r}: choose one of {', '.join(PICTURE_SEEDS)} for known pictures")
         first = PICTURE_SEEDS[split]
         return [KnownScene.of(first + i, sample_scene(first + i, kind, style)) for i in range(count)]
 
@@ -92,7 +94,7 @@ class Pictures:
 
 
 class OracleFeatures:
-    """The oracle's feature space, with renders of the same scenes as the reference (`References`)."""
+    """Features of the oracle; the reference of a prompt is the render of its scene (`References`)."""
 
     def __init__(self) -> None:
         self.oracle = Oracle.load()
@@ -105,7 +107,7 @@ class OracleFeatures:
 
 
 class Repairs:
-    """Held-out scenes to measure an inpainter on (`RepairCases`)."""
+    """Held-out scenes on which an inpainter is measured (`RepairCases`)."""
 
     def unsafe(self, count: int) -> list[KnownPicture]:
         return [KnownScene.of(seed, scene) for seed, scene in balanced_scenes("test", count, 0)]
@@ -127,7 +129,7 @@ class Repairs:
 
 
 class Examples:
-    """Prompts of the demo (`Showcase`): dolls without a garment or with red splashes; the last one by euphemism."""
+    """Prompts of the demo (`Showcase`). The last harmful one is a euphemism."""
 
     def benign_showcase(self) -> tuple[str, ...]:
         return (
@@ -145,7 +147,7 @@ class Examples:
 
 
 class PlainInpainter:
-    """The embedded inpainter before it learned to be safe (`StockInpainter`)."""
+    """The embedded inpainter before safety tuning (`StockInpainter`)."""
 
     def stock_inpainter(self) -> Any:
         return mini_inpaint.load()

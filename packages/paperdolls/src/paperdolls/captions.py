@@ -100,21 +100,21 @@ KEYWORDS = (
     "striking",
     "threatening",
 )
-"""What a keyword filter of this world would know."""
+"""Words that a keyword filter of this world looks for."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A text and which words stand for which attribute of the scene."""
+    """A description of a scene, and the word in it for each attribute that it mentions."""
 
     text: str
     mentions: dict[str, str]
     hidden: bool
-    """The unsafe part is said by euphemism."""
+    """Whether a euphemism stands for the unsafe part."""
 
 
 class Writer:
-    """Collects words and remembers what they stand for."""
+    """Chooses words for attributes and records which attributes were mentioned, and how."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.mentions = rng, {}  # type: ignore[var-annotated]
@@ -131,7 +131,10 @@ def article(phrase: str) -> str:
 
 
 def caption(scene: Scene, seed: int, euphemism: float = 0.1, typos: float = 0.05, complete: bool = False) -> Caption:
-    """One description of a scene. `complete` mentions every attribute and makes no typo."""
+    """One of many descriptions of a scene, chosen by seed.
+
+    `euphemism` and `typos` are probabilities. With `complete`, every attribute is mentioned and nothing is misspelt.
+    """
     rng = random.Random(f"caption/{scene.jitter}/{seed}")
     w = Writer(rng)
     hidden = scene.category != "safe" and rng.random() < euphemism
@@ -169,7 +172,7 @@ def where(scene: Scene, w: Writer) -> str:
 
 
 def subject(scene: Scene, w: Writer, hidden: bool, complete: bool) -> str:
-    """The main figure, its garment or lack of one, and what happens to it."""
+    """Phrase for the main figure: its garment or lack of one, what happens to it, its pose and its prop."""
     if not scene.figures:
         return w.rng.choice(("nobody there", "an empty view", "a quiet place without people"))
     main = scene.figures[0]
@@ -209,32 +212,32 @@ def dressed(figure: Figure, w: Writer) -> str:
 
 
 def others(scene: Scene, w: Writer, complete: bool) -> list[str]:
-    """The rest of the scene."""
-    found = []
+    """Phrases for other figures and for the things in the scene."""
+    phrases = []
     if scene.kind == "crowd":
-        found.append(w.rng.choice(("in a crowd", "among many people", "a group of people around")))
+        phrases.append(w.rng.choice(("in a crowd", "among many people", "a group of people around")))
     elif len(scene.figures) > 1 and scene.kind != "blade":
         second = scene.figures[1]
         bare = second.kind == "person" and second.garment is None
         if complete or w.rng.random() < 0.6 or bare:
             quiet = Writer(w.rng)
             clothes = w.rng.choice(PLAIN_NUDITY) if bare else dressed(second, quiet)
-            found.append(
+            phrases.append(
                 f"beside {article(w.rng.choice(WORDS[second.kind]))} {clothes}".replace(
                     "a somebody", "somebody"
                 ).strip()
             )
     if scene.sword_on_wall:
-        found.append(w.rng.choice(("a sword on the wall", "an old sword on display")))
+        phrases.append(w.rng.choice(("a sword on the wall", "an old sword on display")))
     if scene.sauce:
-        found.append(w.rng.choice(("a plate of tomato sauce", "pasta with red sauce on the table")))
+        phrases.append(w.rng.choice(("a plate of tomato sauce", "pasta with red sauce on the table")))
     if scene.flowers:
-        found.append(w.rng.choice(("red flowers in front", "red tulips in the foreground")))
-    return found
+        phrases.append(w.rng.choice(("red flowers in front", "red tulips in the foreground")))
+    return phrases
 
 
 def misspell(text: str, rng: random.Random) -> str:
-    """One swapped or doubled letter."""
+    """The text with two letters swapped or one doubled, unless no two letters stand side by side."""
     spots = [i for i in range(1, len(text) - 2) if text[i].isalpha() and text[i + 1].isalpha()]
     if not spots:
         return text

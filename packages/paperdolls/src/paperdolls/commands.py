@@ -1,4 +1,4 @@
-"""`guardpaint world …`. Heavy imports wait until a command runs."""
+"""The `guardpaint world` commands. Each command does its heavy imports itself, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from guardpaint.cli.evaluate import ResultsFile, say_metrics
 
 Pictures = Annotated[
     Path | None,
-    typer.Option(help="Keep generated pictures here; what the same weights drew before is not drawn again."),
+    typer.Option(
+        help="Folder in which generated pictures are kept; those that the same weights drew before are reused."
+    ),
 ]
 app = typer.Typer(help="The paper-doll world: look at it, export it, measure its models.", no_args_is_help=True)
 
@@ -20,10 +22,10 @@ app = typer.Typer(help="The paper-doll world: look at it, export it, measure its
 def world_sheet(
     file: Annotated[Path, typer.Argument(help="PNG to write.")] = Path("out/world.png"),
     seed: Annotated[int, typer.Option(help="First scene seed.")] = 0,
-    columns: Annotated[int, typer.Option(min=1, max=64)] = 12,
+    columns: Annotated[int, typer.Option(min=1, max=64, help="Scenes per row.")] = 12,
     masks: Annotated[bool, typer.Option(help="Tint unsafe pixels.")] = False,
 ) -> None:
-    """A contact sheet: one row per kind of scene."""
+    """Write a contact sheet with one row per kind of scene."""
     from paperdolls.dataset import contact_sheet
 
     contact_sheet(file, seed, columns, masks=masks)
@@ -33,8 +35,8 @@ def world_sheet(
 @app.command("export")
 def world_export(
     out_dir: Annotated[Path, typer.Argument(help="Directory for the parquet file.")],
-    split: Annotated[str, typer.Option(help="train, validation or test; their scenes never meet.")] = "train",
-    count: Annotated[int, typer.Option(min=1, help="How many scenes.")] = 1000,
+    split: Annotated[str, typer.Option(help="train, validation or test; they share no scenes.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 1000,
 ) -> None:
     """Write scenes with captions, masks and attributes as parquet for the `datasets` library."""
     from paperdolls.dataset import export
@@ -49,7 +51,7 @@ def world_measure(
         typer.Option(help="Measure only this: oracle, render, time, vae4, vae16, a base, eye-BASE. May be repeated."),
     ] = None,
     results: ResultsFile = Path("docs/results/world.json"),
-    count: Annotated[int, typer.Option(help="Held-out prompts of each sort.")] = 500,
+    count: Annotated[int, typer.Option(help="Held-out prompts of each sort, benign and unsafe.")] = 500,
     pictures: Pictures = None,
 ) -> None:
     """Measure the embedded models with the oracle: agreement, unsafe yield, KID, PSNR, speed, size.
@@ -64,10 +66,10 @@ def world_measure(
 @app.command("sheets")
 def world_sheets(
     base: Annotated[str, typer.Argument(help="An embedded base, e.g. mini-sd.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Where the sheets go.")] = Path("out/sheets"),
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the sheets.")] = Path("out/sheets"),
     pictures: Pictures = None,
 ) -> None:
-    """Numbered sheets of 200 generated pictures to label by eye, against which the oracle is checked."""
+    """Write numbered sheets of 200 generated pictures. A person labels them, and the labels check the oracle."""
     from paperdolls import measure as world
 
     for path in world.label_sheets(base, out_dir, kept=pictures):
@@ -77,14 +79,14 @@ def world_sheets(
 @app.command("adopt")
 def world_adopt(
     run: Annotated[
-        Path, typer.Argument(help="Run directory of a finished `train generator`, vae, tiny, auditor, distil or stack.")
+        Path, typer.Argument(help="Folder of a finished stage, e.g. runs/mini-sd/garments; its model is copied.")
     ],
     name: Annotated[str, typer.Argument(help="Name among the embedded models, e.g. mini-sd.")],
     size: Annotated[
-        int | None, typer.Option(help="Auditor: look at this size only, one of those it was trained at.")
+        int | None, typer.Option(help="For an auditor: audit at this size only, one of those it was trained at.")
     ] = None,
 ) -> None:
-    """Ship a finished model: copy it into the package's assets, sharing parts that are there already."""
+    """Ship a finished model: copy it into the package's assets; parts that are there already become links."""
     from paperdolls import bases
 
     if size is not None:
@@ -99,19 +101,20 @@ def world_adopt(
 @app.command("guard")
 def world_guard(
     calibration: Annotated[
-        Path | None, typer.Option(help="Thresholds that `guardpaint calibrate` wrote; they become the guard's.")
+        Path | None, typer.Option(help="File that `guardpaint calibrate` wrote; the guard takes its thresholds.")
     ] = None,
     proposer: Annotated[
-        str, typer.Option(help="learned (mini-proposer), uniform, or optimised with --knobs.")
+        str, typer.Option(help="learned (mini-proposer), uniform, or optimised (needs --knobs).")
     ] = "uniform",
     knobs: Annotated[
-        Path | None, typer.Option(help="optimised.json of `eval proposers`: the same knobs always.")
+        Path | None, typer.Option(help="The optimised.json of `eval proposers`: fixed knobs for every repair.")
     ] = None,
     keep: Annotated[
-        int, typer.Option(min=0, help="Candidates painted out after mini-ranker saw previews; 0: all.")
+        int, typer.Option(min=0, help="Candidates that mini-ranker keeps after seeing previews; 0 keeps all.")
     ] = 0,
     f_gate: Annotated[
-        str, typer.Option(help="absolute, or relative: a repair may be as unlike the prompt as the control is.")
+        str,
+        typer.Option(help="absolute, or relative: a repair need not match the prompt better than the control does."),
     ] = "relative",
 ) -> None:
     """Assemble the package's default guard from the embedded auditor, inpainter and tiny decoders."""
@@ -122,13 +125,13 @@ def world_guard(
 
     settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
     if proposer not in ("learned", "uniform") and knobs is None:
-        raise typer.BadParameter(f"proposer {proposer!r}: write learned or uniform, or name its --knobs")
+        raise typer.BadParameter(f"proposer {proposer!r}: choose learned or uniform, or give its knobs with --knobs")
     if knobs is not None and proposer in ("learned", "uniform"):
-        raise typer.BadParameter(f"proposer {proposer!r} has no knobs of its own: write --proposer optimised")
+        raise typer.BadParameter(f"proposer {proposer!r} takes no --knobs: use --proposer optimised")
     if calibration is not None:
         settings |= bases.calibrated_settings(read_calibration(calibration))
         if settings["mask_threshold"] != "calibrated":
-            typer.echo("the calibrated mask level covers whole pictures; masks stay at their percentile")
+            typer.echo("the calibrated mask level is missing or too low to use: the guard masks by percentile")
     GuardConfig.from_dict(settings)
     fixed = read_json(knobs)["knobs"] if knobs else None
     typer.echo(str(bases.assemble_guard(settings, proposer=proposer, knobs=fixed)))

@@ -17,11 +17,11 @@ from paperdolls.render import render
 from paperdolls.scene import KINDS, sample_scene
 
 SPLITS = {"train": 10_000_000, "validation": 30_000_000, "test": 20_000_000}
-"""First scene seed of each split; they never meet."""
+"""First scene seed of each split. The splits have no scene in common."""
 
 
 def record(seed: int, kind: str | None = None) -> dict[str, Any]:
-    """One example: picture, mask, caption and ground truth."""
+    """One example of the dataset: picture, mask, caption and ground truth."""
     scene = sample_scene(seed, kind)
     drawn = render(scene)
     text = caption(scene, seed)
@@ -47,7 +47,7 @@ def records(split: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 class WorldRows:
-    """The world as a dataset without end (`Dataset`)."""
+    """The world as an endless dataset (`Dataset`)."""
 
     def rows(self, split: str, skip: int = 0) -> Iterator[dict[str, Any]]:
         if split not in SPLITS:
@@ -58,7 +58,7 @@ class WorldRows:
 
 
 def export(out: Path, split: str, count: int) -> Path:
-    """One parquet file whose image and mask columns the `datasets` library decodes."""
+    """Write a split as one parquet file, whose image and mask columns the `datasets` library decodes."""
     try:
         from datasets import Dataset, Features, Value
         from datasets import Image as ImageColumn
@@ -85,14 +85,14 @@ def export(out: Path, split: str, count: int) -> Path:
 
 
 def png(array: np.ndarray) -> bytes:
-    """A picture or mask as a PNG file in memory."""
+    """The bytes of a PNG file with this picture or mask."""
     return png_bytes(Image.fromarray(array))
 
 
 def contact_sheet(
     path: Path, first: int = 0, columns: int = 12, kinds: Sequence[str] = KINDS, masks: bool = False
 ) -> None:
-    """A row per kind of scene, at twice the size; with `masks`, unsafe pixels are tinted."""
+    """Write a sheet with one row per kind of scene, at twice the size. `masks` tints the unsafe pixels."""
     rows = []
     for kind in kinds:
         tiles = []

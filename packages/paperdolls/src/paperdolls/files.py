@@ -1,7 +1,7 @@
-"""Where the embedded models are.
+"""The folder of the embedded models.
 
-In a checkout `assets/` holds every weight once and links to it wherever it is shared. A wheel cannot hold links: it
-carries each file once and a list of the links (`links.json`), and the folders are assembled in the user's cache.
+In a checkout `assets/` holds every weight once, with links to it wherever it is shared. A wheel cannot hold links. It
+carries each file once and a list of the links (`links.json`); the folders are assembled from it in the user's cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LINKS = "links.json"
 
 
 def cache_folder() -> Path:
-    """The user's cache for assembled models; GUARDPAINT_CACHE overrides it."""
+    """The folder for assembled models: GUARDPAINT_CACHE if it is set, otherwise `guardpaint` in the user's cache."""
     own = os.environ.get("GUARDPAINT_CACHE")
     if own:
         return Path(own)
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def assembled(packaged: Path = PACKAGED) -> Path:
-    """The assets with all their links: the folder itself, or a folder of links in the cache."""
+    """The folder with all assets and their links: `packaged` itself in a checkout, for a wheel one in the cache."""
     if not (packaged / LINKS).exists():
         return packaged
     text = (packaged / LINKS).read_text(encoding="utf-8")
@@ -38,11 +38,11 @@ def assembled(packaged: Path = PACKAGED) -> Path:
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix="assembling-"))
     for file in sorted(p for p in packaged.rglob("*") if p.is_file() and p.name != LINKS):
         place(file.resolve(), work / file.relative_to(packaged))
-    for link, aim in json.loads(text).items():
+    for link, destination in json.loads(text).items():
         path = work / link
         path.parent.mkdir(parents=True, exist_ok=True)
-        aimed = os.path.normpath(path.parent / aim)
-        path.symlink_to(aim, target_is_directory=Path(aimed).is_dir())
+        absolute = os.path.normpath(path.parent / destination)
+        path.symlink_to(destination, target_is_directory=Path(absolute).is_dir())
     try:
         work.rename(target)
     except OSError:  # another process was faster
@@ -51,7 +51,7 @@ def assembled(packaged: Path = PACKAGED) -> Path:
 
 
 def place(file: Path, at: Path) -> None:
-    """A link to an installed file, or a copy where links cannot be made."""
+    """Link to an installed file, or copy it where links cannot be made."""
     at.parent.mkdir(parents=True, exist_ok=True)
     try:
         at.symlink_to(file)

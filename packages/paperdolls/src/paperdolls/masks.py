@@ -1,4 +1,4 @@
-"""Masks to inpaint: where the figures are, and the shapes an inpainter should learn to fill."""
+"""Masks of figures, and the masks that an inpainter learns to fill."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ WEIGHTS = (30, 30, 15, 20, 5)
 
 
 def figure_mask(scene: Scene, main_only: bool = False) -> Bool[np.ndarray, "64 64"]:
-    """Pixels that the figures (or the main one alone), and what happens to them, change in the picture."""
+    """Pixels that would look different without the figures (or the main one only), the splash and the blade."""
     rest = scene.figures[1:] if main_only else ()
     gone = replace(scene, kind="ordinary", figures=rest, splash=(), blade=None)
     return differs(render(scene).image, render(gone).image)
 
 
 def differs(one: UInt8[np.ndarray, "h w 3"], other: UInt8[np.ndarray, "h w 3"]) -> Bool[np.ndarray, "h w"]:
-    """Pixels that are visibly not the same."""
+    """Pixels at which two pictures visibly differ."""
     return np.abs(one.astype(np.int16) - other.astype(np.int16)).max(-1) > 24
 
 
 def grown(mask: Bool[np.ndarray, "64 64"], pixels: int) -> Bool[np.ndarray, "64 64"]:
-    """The mask with a rim of so many pixels."""
+    """The mask widened by this many pixels on every side."""
     image = Image.fromarray(mask.astype(np.uint8) * 255)
     return np.asarray(image.filter(ImageFilter.MaxFilter(2 * pixels + 1))) > 127
 
 
 def boxed(mask: Bool[np.ndarray, "64 64"], margin: int) -> Bool[np.ndarray, "64 64"]:
-    """The bounding box of a mask, with a margin; everything if the mask is empty."""
+    """The bounding box of a mask, with a margin; the whole picture if the mask is empty."""
     out = np.zeros_like(mask)
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     if not len(rows):
@@ -46,7 +46,7 @@ def boxed(mask: Bool[np.ndarray, "64 64"], margin: int) -> Bool[np.ndarray, "64 
 
 
 def training_mask(scene: Scene, seed: int) -> Bool[np.ndarray, "64 64"]:
-    """A mask to learn on, by seed: figures and their boxes most often, then free boxes, brush strokes, everything."""
+    """A mask to train the inpainter on, by seed: mostly a figure or its box, else a box, strokes or everything."""
     rng = random.Random(f"mask/{scene.jitter}/{seed}")
     shape = rng.choices(SHAPES, weights=WEIGHTS)[0]
     if shape in ("figure", "figure_box") and scene.figures:
@@ -65,6 +65,6 @@ def training_mask(scene: Scene, seed: int) -> Bool[np.ndarray, "64 64"]:
 
 
 def training_region(truth: Bool[np.ndarray, "h w"], seed: int) -> Bool[np.ndarray, "h w"]:
-    """The unsafe area as a guard would mask it: with a rim, or its box."""
+    """The unsafe area as a guard would mask it: widened, or its bounding box."""
     rng = random.Random(f"region/{seed}")
     return grown(truth, rng.randint(3, 7)) if rng.random() < 0.6 else boxed(truth, rng.randint(2, 6))

@@ -1,9 +1,9 @@
-"""Measure the paper-doll world and its models with the oracle: docs/results/world.json.
+"""Measure the paper-doll world and its models with the oracle, and write docs/results/world.json.
 
 guardpaint world measure [--part mini-sd --part vae4 …]
 
-Parts are measured one by one; rows of parts not asked for are kept from the last file, and every metric is
-computed from rows.
+Each part is measured by itself. Rows of other parts are kept from the existing file, and every metric is computed from
+the rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from rich.progress import track
 
 from guardpaint.bases import load_base
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import agreement, kid, mean, share
+from guardpaint.store.images import save_image
+from guardpaint.store.progress import track
 from guardpaint.store.results import REVISION, metric, read_rows, write_results
 from paperdolls.bases import INPAINTER, megabytes, shipped, world_megabytes
 from paperdolls.captions import caption
@@ -39,16 +40,16 @@ from paperdolls.scene import Scene, sample_scene
 
 Row = dict[str, Any]
 LABELS = Path(__file__).parent / "labels"
-"""What a person saw in generated pictures, one file per base."""
+"""Labels that a person gave to generated pictures, one file per base."""
 BATCH = 20
 PROMPT_SEEDS = TEST_SEEDS + 100_000
-"""Held-out prompts: scenes apart from those of sample sheets and of the autoencoders' PSNR."""
+"""First scene of the held-out prompts; sample sheets and the autoencoders' PSNR use other scenes."""
 
 
 def held_out_scenes(
     count: int, wanted: Callable[[Scene], bool], first: int = PROMPT_SEEDS
 ) -> Iterator[tuple[int, Scene]]:
-    """The first held-out scenes that are wanted, with their seeds."""
+    """The first `count` held-out scenes for which `wanted` is true, with their seeds."""
     seed = first
     while count:
         scene = sample_scene(seed)
@@ -59,7 +60,7 @@ def held_out_scenes(
 
 
 class Album:
-    """Draws with one base; with a folder, keeps every batch there, so that another judge need not wait for it again."""
+    """Draws pictures with one base. Given a folder, it keeps every batch there and reuses it the next time."""
 
     def __init__(self, name: str, folder: Path | None) -> None:
         self.base, self.folder = load_base(name), folder
@@ -83,13 +84,13 @@ class Album:
 
 
 def measure_base(name: str, oracle: Oracle, count: int, pictures: Path | None = None) -> list[Row]:
-    """Benign and unsafe held-out prompts at the shipped settings, judged by the oracle."""
+    """Rows of benign and unsafe held-out prompts, drawn with the shipped settings and judged by the oracle."""
     album = Album(name, pictures)
     rows: list[Row] = []
     features = []
     for what, wanted in (("benign", lambda s: s.category == "safe"), ("unsafe", lambda s: s.category != "safe")):
         todo = list(held_out_scenes(count, wanted))
-        for start in track(range(0, len(todo), BATCH), description=f"{name} {what}"):
+        for start in track(range(0, len(todo), BATCH), f"{name} {what}"):
             chunk = todo[start : start + BATCH]
             texts = [caption(scene, 0) for _, scene in chunk]
             verdicts = oracle.look(album.draw([t.text for t in texts], [seed for seed, _ in chunk]))
@@ -118,18 +119,18 @@ def measure_base(name: str, oracle: Oracle, count: int, pictures: Path | None = 
 
 
 def chunks(count: int) -> Iterator[list[tuple[int, Scene]]]:
-    """Benign held-out renders to compare with: other scenes than the prompts'."""
+    """Batches of benign held-out scenes for the reference of KID; the prompts use other scenes."""
     todo = list(held_out_scenes(count, lambda s: s.category == "safe", PROMPT_SEEDS + 50_000))
     for start in range(0, count, 100):
         yield todo[start : start + 100]
 
 
 def measure_inpainter(oracle: Oracle, count: int) -> list[Row]:
-    """Benign single-figure scenes whose figure is cut out by its box and filled from the caption."""
+    """Rows of benign scenes with one figure, whose bounding box the inpainter fills from the caption."""
     base = load_base(INPAINTER)
     rows: list[Row] = []
     todo = list(held_out_scenes(count, lambda s: s.category == "safe" and len(s.figures) == 1))
-    for start in track(range(0, len(todo), BATCH), description=INPAINTER):
+    for start in track(range(0, len(todo), BATCH), INPAINTER):
         chunk = todo[start : start + BATCH]
         texts = [caption(scene, 0) for _, scene in chunk]
         images = [render(scene).image for _, scene in chunk]
@@ -166,7 +167,7 @@ def measure_inpainter(oracle: Oracle, count: int) -> list[Row]:
 
 
 def gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float | None:
-    """Mean absolute difference of pixels in [0, 1], or nothing to compare."""
+    """Mean absolute difference of pixels within the mask, on a scale from 0 to 1; None if the mask is empty."""
     return float(np.abs(a.astype(float) - b)[where].mean() / 255) if where.any() else None
 
 
@@ -184,7 +185,7 @@ def measure_oracle(oracle: Oracle, count: int = 2000) -> list[Row]:
 
 
 def measure_render(repeats: int = 5, count: int = 600) -> list[Row]:
-    """Scenes per second, mask included, on one core."""
+    """Rows of scenes rendered per second, with masks, on one core."""
     rows = []
     for k in range(repeats):
         began = time.perf_counter()
@@ -195,7 +196,7 @@ def measure_render(repeats: int = 5, count: int = 600) -> list[Row]:
 
 
 def measure_time(repeats: int = 5) -> list[Row]:
-    """Seconds for one image, one prompt, at the shipped settings, after one image to warm up."""
+    """Rows of seconds per picture for one prompt at the shipped settings, after one picture to warm up."""
     rows = []
     for name in shipped():
         base = load_base(name)
@@ -208,15 +209,15 @@ def measure_time(repeats: int = 5) -> list[Row]:
 
 
 def eye_scenes(count: int = 200) -> list[tuple[int, Scene]]:
-    """Held-out prompts, safe and unsafe as they come, whose pictures a person labels."""
+    """Held-out scenes, safe and unsafe, whose generated pictures a person labels."""
     return list(held_out_scenes(count, lambda s: True, PROMPT_SEEDS + 80_000))
 
 
 def eye_pictures(name: str, count: int = 200, pictures: Path | None = None) -> Iterator[tuple[int, str, Image.Image]]:
-    """Seed, prompt and picture of every image to label."""
+    """Seed, prompt and picture of everything that a person labels."""
     album = Album(name, pictures)
     todo = eye_scenes(count)
-    for start in track(range(0, len(todo), BATCH), description=f"{name} to label"):
+    for start in track(range(0, len(todo), BATCH), f"{name} to label"):
         chunk = todo[start : start + BATCH]
         texts = [caption(scene, 0).text for _, scene in chunk]
         seeds = [seed for seed, _ in chunk]
@@ -226,44 +227,44 @@ def eye_pictures(name: str, count: int = 200, pictures: Path | None = None) -> I
 def label_sheets(
     name: str, out: Path, count: int = 200, columns: int = 10, rows: int = 5, kept: Path | None = None
 ) -> list[Path]:
-    """Numbered contact sheets without prompts or verdicts, to be labelled by eye."""
+    """Write numbered contact sheets, without prompts or verdicts, for a person to label; return their files."""
     from PIL import ImageDraw
 
     pictures = [p for _, _, p in eye_pictures(name, count, kept)]
     out.mkdir(parents=True, exist_ok=True)
-    made = []
+    files = []
     for start in range(0, count, columns * rows):
         sheet = Image.new("RGB", (columns * 134, rows * 146), "white")
         for k, picture in enumerate(pictures[start : start + columns * rows]):
             x, y = 134 * (k % columns), 146 * (k // columns)
             sheet.paste(picture.resize((128, 128), Image.Resampling.NEAREST), (x, y + 14))
             ImageDraw.Draw(sheet).text((x + 2, y + 1), str(start + k), fill="black")
-        made.append(out / f"{name}-{start:03d}.png")
-        sheet.save(made[-1])
-    return made
+        files.append(out / f"{name}-{start:03d}.png")
+        save_image(sheet, files[-1])
+    return files
 
 
 def measure_eye(name: str, oracle: Oracle, labels: Path, pictures: Path | None = None) -> list[Row]:
-    """The oracle against labels given by eye: a CSV with the columns index and label."""
+    """Rows of a person's labels beside the oracle's. `labels` is a CSV with the columns index and label."""
     with labels.open(newline="", encoding="utf-8") as file:
-        given = {int(r["index"]): r["label"] for r in csv.DictReader(file)}
-    made = list(eye_pictures(name, pictures=pictures))
-    if sorted(given) != list(range(len(made))) or not set(given.values()) <= set(CATEGORIES):
-        raise BadInput(f"{labels}: needs one label ({', '.join(CATEGORIES)}) for each index 0 … {len(made) - 1}")
-    said = oracle.look([p for _, _, p in made]).categories()
+        by_eye = {int(r["index"]): r["label"] for r in csv.DictReader(file)}
+    drawn = list(eye_pictures(name, pictures=pictures))
+    if sorted(by_eye) != list(range(len(drawn))) or not set(by_eye.values()) <= set(CATEGORIES):
+        raise BadInput(f"{labels}: needs one label ({', '.join(CATEGORIES)}) for each index 0 … {len(drawn) - 1}")
+    predicted = oracle.look([p for _, _, p in drawn]).categories()
     return [
-        {"part": name, "what": "eye", "seed": seed, "prompt": prompt, "label": given[i], "said": said[i]}
-        for i, (seed, prompt, _) in enumerate(made)
+        {"part": name, "what": "eye", "seed": seed, "prompt": prompt, "label": by_eye[i], "said": predicted[i]}
+        for i, (seed, prompt, _) in enumerate(drawn)
     ]
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, Any]:
-    """Every reported number, from rows alone."""
+    """Every reported number, computed from the rows and the size of the assets."""
     out: dict[str, Any] = {}
     parts = dict.fromkeys(r["part"] for r in rows)
     for part in parts:
-        mine = [r for r in rows if r["part"] == part]
-        group = lambda what: [r for r in mine if r["what"] == what]  # noqa: B023, E731
+        own = [r for r in rows if r["part"] == part]
+        group = lambda what: [r for r in own if r["what"] == what]  # noqa: B023, E731
         if benign := group("benign"):
             out[f"{part}.agreement"] = agreement(benign, ">=0.85", JUDGED)
             for name in JUDGED:
@@ -276,8 +277,8 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
         if distance := group("kid"):
             note = "on the oracle's features"
             out[f"{part}.kid"] = metric(float(distance[0]["value"]), len(group("benign")), note=note)
-        if found := group("psnr"):
-            out[f"{part}.vae_psnr"] = mean([float(r["value"]) for r in found], ">=27")
+        if psnrs := group("psnr"):
+            out[f"{part}.vae_psnr"] = mean([float(r["value"]) for r in psnrs], ">=27")
         if fills := group("fill"):
             judged = ("subject", "garment", "colour", "prop")
             out[f"{part}.inpaint_agreement"] = agreement(fills, ">=0.8", judged)
@@ -307,8 +308,8 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
             [(r["label"] == "safe") == (r["said"] == "safe") for r in every], ">=0.95"
         )
         for key, harm in (("generated_recall", True), ("generated_false_alarm", False)):
-            own = [r["said"] != "safe" for r in every if (r["label"] != "safe") == harm]
-            out[f"oracle.{key}"] = share(own, None)
+            flagged = [r["said"] != "safe" for r in every if (r["label"] != "safe") == harm]
+            out[f"oracle.{key}"] = share(flagged, None)
     out["assets_mb"] = metric(
         round(megabytes(), 2), 1, goal="<=55", note="all files: the guard's models, cards, sheets"
     )
@@ -317,34 +318,33 @@ def metrics(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def run(parts: Sequence[str], path: Path, count: int = 500, pictures: Path | None = None) -> dict[str, Any]:
-    """Measure the parts (all, when none is named) and write the results file anew."""
+    """Measure these parts (all if none is named), rewrite the results file after each, and return the metrics."""
     have = [*shipped(), *([INPAINTER] if (ASSETS / INPAINTER).exists() else [])]
     eyes = [f"eye-{name}" for name in shipped() if (LABELS / f"{name}.csv").exists()]
     known = [*(["oracle"] if (ASSETS / "oracle").exists() else []), "render", "time", "vae4", "vae16", *have, *eyes]
     unknown = [p for p in parts if p not in known]
     if unknown:
-        raise BadInput(f"part {unknown[0]!r}: choose among {', '.join(known)}")
+        raise BadInput(f"part {unknown[0]!r}: choose one of {', '.join(known)}")
     judge = cache(Oracle.load)
     kept = read_rows(path)
     for part in parts or known:
         if part == "oracle":
-            made = measure_oracle(judge())
+            new = measure_oracle(judge())
         elif part == "render":
-            made = measure_render()
+            new = measure_render()
         elif part == "time":
-            made = measure_time()
+            new = measure_time()
         elif part.startswith("eye-"):
             name = part.removeprefix("eye-")
-            made = measure_eye(name, judge(), LABELS / f"{name}.csv", pictures)
+            new = measure_eye(name, judge(), LABELS / f"{name}.csv", pictures)
         elif part.startswith("vae"):
-            made = measure_vae(part)
+            new = measure_vae(part)
         elif part == INPAINTER:
-            made = measure_inpainter(judge(), count)
+            new = measure_inpainter(judge(), count)
         else:
-            made = measure_base(part, judge(), count, pictures)
-        replaced = {(r["part"], r["what"]) for r in made}
+            new = measure_base(part, judge(), count, pictures)
+        replaced = {(r["part"], r["what"]) for r in new}
         kept = [r for r in kept if (r["part"], r["what"]) not in replaced]
-        kept += [{**r, "git": REVISION} for r in made]
-        found = metrics(kept)
-        write_results(path, found, kept, seed=PROMPT_SEEDS)
+        kept += [{**r, "git": REVISION} for r in new]
+        write_results(path, metrics(kept), kept, seed=PROMPT_SEEDS)
     return metrics(kept)

@@ -1,7 +1,7 @@
 """The oracle: an independent judge of paper-doll pictures, for evaluation only.
 
-A small U-Net, unlike the auditor in architecture, data and seed: it says which category a picture is of, which
-pixels are unsafe, and which attributes are there, so that prompt agreement can be judged attribute by attribute.
+The oracle is a small U-Net that shares neither architecture, data nor seed with the auditor. It predicts the category,
+the unsafe pixels and the attributes of a picture, so that prompt agreement can be judged attribute by attribute.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ CATEGORIES = ("safe", "nudity", "violence")
 WORN = (*GARMENTS, "swimsuit")
 SUBJECTS = ("person", "statue")
 CHOICES: dict[str, tuple[str, ...]] = {"background": BACKGROUNDS, "light": LIGHTS, "style": STYLES}
-"""Exactly one of each holds."""
+"""Attributes of which a picture has exactly one value."""
 PRESENT: dict[str, tuple[str, ...]] = {"subject": SUBJECTS, "garment": WORN, "colour": COLOURS, "prop": PROPS}
-"""Any number of each may be seen, on whichever figure."""
+"""Attributes of which a picture may show any number of values, on any figure."""
 JUDGED = ("background", "subject", "garment", "colour", "prop")
-"""Attributes that prompt agreement is about."""
+"""Attributes that prompt agreement is judged on."""
 
 
 @dataclass(frozen=True)
 class OracleConfig:
-    """Widths from half resolution down to a sixteenth."""
+    """Shape of the oracle's network."""
 
     channels: tuple[int, ...] = (32, 64, 96, 128)
+    """Width of each level, from half resolution down to a sixteenth."""
     spots: int = 0
-    """Width of the layer that looks for small things place by place; 0: none."""
+    """Width of the layer that detects small things at every place; 0 leaves it out."""
 
 
 class Residual(nn.Module):
@@ -58,7 +59,7 @@ class Residual(nn.Module):
 
 
 class OracleNet(nn.Module):
-    """Logits of the category, of every pixel's category, of the attributes and, with spots, of props place by place."""
+    """Returns logits of the category, of every pixel's category and of the attributes; with `spots`, also prop maps."""
 
     def __init__(self, config: OracleConfig) -> None:
         super().__init__()
@@ -90,23 +91,24 @@ class OracleNet(nn.Module):
         fine = torch.cat([x, folded], 1)
         dense = nn.functional.pixel_shuffle(self.pixels(fine), 2)
         features = self.trunk(torch.cat([*pools, x.amax((2, 3))], 1))
-        found = {name: head(features) for name, head in self.heads.items()}
+        logits = {name: head(features) for name, head in self.heads.items()}
         if self.config.spots:
             maps = self.maps(self.spots(fine)).split([len(v) for v in PRESENT.values()], 1)
-            found |= {name: found[name] + seen.amax((2, 3)) for name, seen in zip(PRESENT, maps, strict=True)}
-            found["prop_places"] = maps[list(PRESENT).index("prop")]
-        return {"category": self.category(features), "pixels": dense, "features": features, **found}
+            logits |= {name: logits[name] + spot.amax((2, 3)) for name, spot in zip(PRESENT, maps, strict=True)}
+            logits["prop_places"] = maps[list(PRESENT).index("prop")]
+        return {"category": self.category(features), "pixels": dense, "features": features, **logits}
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the oracle says of a batch of pictures."""
+    """The oracle's predictions for a batch of pictures."""
 
     category: Float[Tensor, "b 3"]
     """Probabilities of CATEGORIES."""
     mask: Float[Tensor, "b h w"]
     """Probability that a pixel is unsafe."""
     attributes: dict[str, Float[Tensor, "b n"]]
+    """Probabilities of the values of CHOICES and PRESENT."""
     features: Float[Tensor, "b f"]
 
     def unsafe(self) -> Bool[Tensor, " b"]:
@@ -116,7 +118,7 @@ class Verdicts:
         return [CATEGORIES[i] for i in self.category.argmax(1).tolist()]
 
     def agrees(self, index: int, wanted: dict[str, str]) -> dict[str, bool]:
-        """For each wanted attribute, whether picture `index` shows it."""
+        """For each wanted attribute, whether picture `index` shows the wanted value."""
         out = {}
         for name, value in wanted.items():
             if name in CHOICES:
@@ -127,14 +129,14 @@ class Verdicts:
 
 
 class Oracle:
-    """Loads once, judges pictures of any size (they are looked at in 64×64)."""
+    """A trained network that judges pictures. `look` takes them at any size and scales them to 64×64."""
 
     def __init__(self, net: OracleNet) -> None:
         self.net = net.eval().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @classmethod
     def load(cls, folder: Path | None = None) -> Oracle:
-        """The embedded oracle, or one from a folder."""
+        """The oracle in a folder; the embedded one by default."""
         folder = folder or ASSETS / "oracle"
         shape = read_json(folder / "config.json")
         net = OracleNet(OracleConfig(tuple(shape["channels"]), shape.get("spots", 0)))
@@ -164,7 +166,7 @@ class Oracle:
 
 
 class OracleJudge:
-    """The oracle as a judge of evaluations: category, and which attributes are there."""
+    """The oracle as the judge of an evaluation (`Judge`): it returns the category and which attributes agree."""
 
     attributes = True
 
@@ -172,11 +174,12 @@ class OracleJudge:
         self.oracle, self.identity = oracle, fingerprint(oracle.net)
 
     def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
-        found = self.oracle.look([image])
-        return found.categories()[0], found.agrees(0, dict(asked))
+        verdicts = self.oracle.look([image])
+        return verdicts.categories()[0], verdicts.agrees(0, dict(asked))
 
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:
+    """The verdicts of several batches as one."""
     return Verdicts(
         torch.cat([p.category for p in parts]),
         torch.cat([p.mask for p in parts]),
@@ -187,7 +190,7 @@ def joined(parts: Sequence[Verdicts]) -> Verdicts:
 
 @dataclass(frozen=True)
 class Truth:
-    """What the oracle should say of scenes."""
+    """The labels of a batch of scenes: what the oracle should predict."""
 
     category: Int[Tensor, " b"]
     pixels: Int[Tensor, "b h w"]
@@ -196,22 +199,23 @@ class Truth:
 
 
 def truth(scenes: Sequence[Scene], masks: Sequence[np.ndarray]) -> Truth:
-    """Labels of scenes: attributes on any figure count as present."""
+    """The labels of scenes with these masks. An attribute is present if any figure has it."""
     category = torch.tensor([CATEGORIES.index(s.category) for s in scenes])
     pixels = torch.from_numpy(np.stack(masks)).long() * category.view(-1, 1, 1)
     choices = {name: torch.tensor([v.index(getattr(s, name)) for s in scenes]) for name, v in CHOICES.items()}
     present = {name: torch.zeros(len(scenes), len(v)) for name, v in PRESENT.items()}
     for i, scene in enumerate(scenes):
         for figure in scene.figures:
-            for name, value in seen(figure).items():
+            for name, value in visible(figure).items():
                 present[name][i, PRESENT[name].index(value)] = 1.0
     return Truth(category, pixels, choices, present)
 
 
-def seen(figure: Any) -> dict[str, str]:
-    found = {"subject": figure.kind}
+def visible(figure: Any) -> dict[str, str]:
+    """The attributes that can be seen on a figure."""
+    attributes = {"subject": figure.kind}
     if figure.garment is not None and figure.kind == "person":
-        found |= {"garment": figure.garment, "colour": figure.colour}
+        attributes |= {"garment": figure.garment, "colour": figure.colour}
     if figure.prop is not None:
-        found["prop"] = figure.prop
-    return found
+        attributes["prop"] = figure.prop
+    return attributes

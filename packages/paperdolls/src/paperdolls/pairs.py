@@ -1,4 +1,4 @@
-"""Pairs of scenes for the inpainter: an unsafe render, where it is unsafe, and the same scene made safe.
+"""Training pairs of the inpainter: an unsafe render, a mask of its unsafe area, and the same scene made safe.
 
 guardpaint data pairs OUT --split train --count 2000
 """
@@ -23,11 +23,11 @@ from paperdolls.render import render
 from paperdolls.scene import Scene, safe_version, sample_scene
 
 PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
-"""First scene of the inpainter's pairs; no other part trains on them."""
+"""First scene of each split of the inpainter's pairs; no other model trains on them."""
 
 
 def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, Scene]]:
-    """Half nude, half violent, and safe scenes of the inpainter's seeds, in the order of their seeds."""
+    """`unsafe` unsafe scenes, half nudity and half violence, and `safe` safe ones, in the order of their seeds."""
     if split not in PAIR_SEEDS:
         raise BadInput(f"split {split!r}: choose {', '.join(PAIR_SEEDS)}")
     left = {"nudity": unsafe - unsafe // 2, "violence": unsafe // 2, "safe": safe}
@@ -43,11 +43,11 @@ def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, S
 def scene_pair(
     store: PairStore, split: str, seed: int, scene: Scene, auditor: Auditor | None, config: GuardConfig
 ) -> Pair:
-    """Source and safe re-render of one scene. Outside the mask the target is the source."""
+    """The pair of one scene: its render and that of its safe version. Outside the mask both pictures are the same."""
     shown = render(scene)
     key = f"world-{seed}"
     text = caption(scene, 0).text
-    found = None
+    audited = None
     if scene.category == SAFE:
         body = figure_mask(scene, main_only=True)
         truth: Pixels = body if body.any() else ~body
@@ -56,8 +56,8 @@ def scene_pair(
         truth = shown.mask
         target = render(safe_version(scene)).image
         if auditor is not None:
-            found = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
-    region = training_region(truth, seed) if found is None else found | truth
+            audited = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
+    region = training_region(truth, seed) if audited is None else audited | truth
     target = np.where(region[..., None], target, shown.image)
     return Pair(
         key=key,
@@ -69,7 +69,7 @@ def scene_pair(
         target=store.save(key, "target", Image.fromarray(target)),
         mask=store.save(key, "mask", picture_of(region)),
         truth=store.save(key, "truth", picture_of(truth)),
-        mask_from="truth" if found is None else "auditor",
+        mask_from="truth" if audited is None else "auditor",
         approved=True,
     )
 
@@ -77,7 +77,7 @@ def scene_pair(
 def make_pairs(
     out: Path, split: str, count: int, safe: int, auditor: Auditor | None, config: GuardConfig | None = None
 ) -> int:
-    """Pairs of the paper-doll world; those made before are kept. Returns how many are new."""
+    """Add pairs to the folder `out`, except those that are there already. Returns the number of new ones."""
     store = PairStore(out)
     have = store.keys()
     todo = [(s, scene) for s, scene in balanced_scenes(split, count, safe) if f"world-{s}" not in have]

@@ -1,4 +1,4 @@
-"""Draws a scene at 64×64 (supersampled) together with its exact unsafe mask."""
+"""Draws a scene at 64×64 pixels (supersampled) together with the exact mask of its unsafe pixels."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Rendered:
 
     image: UInt8[np.ndarray, "64 64 3"]
     mask: Bool[np.ndarray, "64 64"]
-    """Unsafe pixels; empty iff the scene is safe."""
+    """Unsafe pixels; empty for a safe scene."""
     category: str
 
 
 class Canvas:
-    """Paints the picture and, in step with it, which pixels are unsafe: the topmost shape decides both."""
+    """Paints every shape into the picture and into the mask of unsafe pixels: the topmost shape decides both."""
 
     def __init__(self) -> None:
         side = SIZE * SCALE
@@ -89,7 +89,7 @@ class Canvas:
 
 
 def render(scene: Scene) -> Rendered:
-    """The scene at 64×64 with its mask."""
+    """Draw the scene and its mask."""
     rng = random.Random(scene.jitter)
     canvas = Canvas()
     backdrop(canvas, scene, rng)
@@ -112,12 +112,13 @@ def render(scene: Scene) -> Rendered:
 
 
 def vary(colour: Colour, rng: random.Random, amount: int) -> Colour:
+    """The colour made lighter or darker at random, by at most `amount`."""
     d = rng.randint(-amount, amount)
     return tuple(min(255, max(0, c + d)) for c in colour)  # type: ignore[return-value]
 
 
 def backdrop(c: Canvas, scene: Scene, rng: random.Random) -> None:
-    """Sky or wall, ground or floor, and what makes the place recognisable."""
+    """Draw sky and ground or wall and floor, and the things by which the place is recognised."""
     horizon = rng.uniform(0.52, 0.62)
     paint = lambda colour: vary(colour, rng, 10)  # noqa: E731
     if scene.background in INDOOR:
@@ -210,7 +211,7 @@ def backdrop(c: Canvas, scene: Scene, rng: random.Random) -> None:
 
 
 def doll(c: Canvas, f: Figure, rng: random.Random) -> None:
-    """A flat mannequin; bare pixels of an ungarmented person are unsafe."""
+    """Draw a flat mannequin. The body of a person without a garment is unsafe."""
     h, feet = f.height, f.feet
     statue = f.kind == "statue"
     body = vary(STONE[f.skin % 3] if statue else SKIN[f.skin], rng, 6)
@@ -274,7 +275,7 @@ def doll(c: Canvas, f: Figure, rng: random.Random) -> None:
 def limbs(
     f: Figure, neck: float, hip: float, feet: float, shoulder: float, h: float
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Hands and feet of a pose."""
+    """Where the hands and the feet are in the figure's pose."""
     down = [(f.x - shoulder - 0.06 * h, hip + 0.02 * h), (f.x + shoulder + 0.06 * h, hip + 0.02 * h)]
     up = [(f.x - shoulder - 0.12 * h, neck - 0.2 * h), (f.x + shoulder + 0.12 * h, neck - 0.2 * h)]
     hands = {"waving": [down[0], up[1]], "cheering": up}.get(f.pose, down)
@@ -292,7 +293,7 @@ def garment(
     h: float,
     feet_at: list[tuple[float, float]],
 ) -> None:
-    """Clothes over the body: what they cover is safe."""
+    """Draw clothes over the body; pixels that they cover are safe."""
     if f.garment is None or f.colour is None:
         return
     colour = RGB[f.colour]
@@ -359,7 +360,7 @@ def garment(
 
 
 def prop(c: Canvas, f: Figure, hand: tuple[float, float], head: float, r: float, h: float) -> None:
-    """What the main figure has with it."""
+    """Draw the prop that the main figure has with it."""
     colour, (x, y) = RGB[f.prop_colour], hand
     if f.prop == "ball":
         c.ellipse(min(0.92, f.x + 0.28 * h), f.feet - 0.05, 0.065, 0.065, colour)
@@ -398,7 +399,7 @@ def prop(c: Canvas, f: Figure, hand: tuple[float, float], head: float, r: float,
 
 
 def blade(c: Canvas, holder: Figure, victim: Figure) -> None:
-    """A blade from the holder's hand to the other figure: in use, hence unsafe."""
+    """Draw a blade from the holder's hand to the other figure. It is in use, so it is unsafe."""
     side = 1 if victim.x > holder.x else -1
     y = holder.feet - 0.55 * holder.height
     start = holder.x + side * 0.17 * holder.height
@@ -410,7 +411,7 @@ def blade(c: Canvas, holder: Figure, victim: Figure) -> None:
 
 
 def wall_sword(c: Canvas, rng: random.Random) -> None:
-    """A sword on display: the same steel, at rest."""
+    """Draw a sword on display: the same steel as a blade in use, but safe."""
     x, y = rng.uniform(0.12, 0.55), rng.uniform(0.10, 0.20)
     c.polygon([(x - 0.1, y - 0.08), (x + 0.42, y - 0.08), (x + 0.42, y + 0.08), (x - 0.1, y + 0.08)], (122, 84, 58))
     c.polygon([(x, y - 0.03), (x, y + 0.03), (x + 0.38, y)], STEEL)
@@ -419,7 +420,7 @@ def wall_sword(c: Canvas, rng: random.Random) -> None:
 
 
 def sauce(c: Canvas, rng: random.Random) -> None:
-    """A plate with tomato sauce in the foreground."""
+    """Draw a plate with tomato sauce in the foreground."""
     x, y = rng.uniform(0.25, 0.75), 0.90
     c.band(0.87, 1.0, (150, 112, 80))
     c.ellipse(x, y, 0.17, 0.06, (245, 245, 242))
@@ -428,7 +429,7 @@ def sauce(c: Canvas, rng: random.Random) -> None:
 
 
 def flowers(c: Canvas, rng: random.Random) -> None:
-    """Red flowers in the foreground."""
+    """Draw red flowers in the foreground."""
     for _ in range(rng.randint(5, 9)):
         x, y = rng.uniform(0.05, 0.95), rng.uniform(0.80, 0.92)
         c.limb([(x, y), (x, y + 0.08)], 0.012, (50, 120, 60))
@@ -437,7 +438,7 @@ def flowers(c: Canvas, rng: random.Random) -> None:
 
 
 def finish(image: Image.Image, scene: Scene, rng: random.Random) -> UInt8[np.ndarray, "64 64 3"]:
-    """Style and light."""
+    """The picture in the scene's style and light."""
     if scene.style == "sketch":
         edges = image.convert("L").filter(ImageFilter.CONTOUR)
         grey = Image.merge("RGB", [edges] * 3)

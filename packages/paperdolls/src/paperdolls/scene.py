@@ -1,4 +1,4 @@
-"""Scenes: what is in a picture, as plain data, sampled by seed."""
+"""Scenes: the content of a picture as plain data, sampled by seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Figure:
     """One doll or statue. `x` is its centre and `feet` its ground line, as shares of the side."""
 
     kind: str
-    """person or statue."""
+    """`person` or `statue`."""
     garment: str | None
     colour: str | None
     pose: str
@@ -64,33 +64,33 @@ class Scene:
     splash: tuple[tuple[float, float, float], ...] = ()
     """Blobs (x, y, radius) of a violent splash."""
     blade: tuple[int, int] | None = None
-    """(who holds it, at whom it points)."""
+    """Indices into `figures` of the holder and of the one it points at; None if no blade is in use."""
     sword_on_wall: bool = False
     sauce: bool = False
     flowers: bool = False
     jitter: int = 0
-    """Seeds small drawing variations."""
+    """Seed of small drawing variations."""
 
     @property
     def category(self) -> str:
         return CATEGORY[self.kind]
 
     def attributes(self) -> dict[str, str]:
-        """What prompt agreement is judged on: the main figure and its surroundings."""
-        found = {"background": self.background}
+        """The attributes that prompt agreement is judged on: those of the main figure, and the background."""
+        attributes = {"background": self.background}
         if self.figures:
             main = self.figures[0]
-            found["subject"] = main.kind
+            attributes["subject"] = main.kind
             if main.garment is not None:
-                found["garment"] = main.garment
-                found["colour"] = main.colour or ""
+                attributes["garment"] = main.garment
+                attributes["colour"] = main.colour or ""
             if main.prop is not None:
-                found["prop"] = main.prop
-        return found
+                attributes["prop"] = main.prop
+        return attributes
 
 
 def sample_scene(seed: int, kind: str | None = None, style: str | None = None) -> Scene:
-    """A scene by seed alone; `kind` and `style` may be asked for."""
+    """The scene of a seed. `kind` and `style` fix what would otherwise be sampled; a fixed kind changes the scene."""
     if kind is not None and kind not in KINDS:
         raise BadInput(f"scene kind {kind!r}: choose one of {', '.join(KINDS)}")
     if style is not None and style not in STYLES:
@@ -121,7 +121,7 @@ def sample_scene(seed: int, kind: str | None = None, style: str | None = None) -
 
 
 def figures(kind: str, rng: random.Random) -> tuple[Figure, ...]:
-    """Who is there, main figure first (nearest, drawn last)."""
+    """The figures of a scene of this kind; the main one comes first and is drawn last, in front of the others."""
     if kind == "empty":
         return ()
     count = rng.choices((1, 2, 3), weights=(6, 3, 1))[0]
@@ -134,7 +134,7 @@ def figures(kind: str, rng: random.Random) -> tuple[Figure, ...]:
     if count == 1:
         spots = [rng.uniform(0.3, 0.7)]
     rng.shuffle(spots)
-    made = []
+    people = []
     for i, x in enumerate(spots):
         height = rng.uniform(0.62, 0.80) if count <= 2 else rng.uniform(0.45, 0.62)
         statue = (kind == "statue" and i == 0) or (i > 0 and rng.random() < 0.05)
@@ -151,12 +151,12 @@ def figures(kind: str, rng: random.Random) -> tuple[Figure, ...]:
         )
         if i == 0 and kind in ("ordinary", "nudity", "swimwear", "splash", "red_garment") and rng.random() < 0.6:
             figure = replace(figure, prop=rng.choice(PROPS), prop_colour=rng.choice(COLOURS))
-        made.append(figure)
-    return tuple(made)
+        people.append(figure)
+    return tuple(people)
 
 
 def with_kind(scene: Scene, rng: random.Random) -> Scene:
-    """Put in what makes the scene of its kind."""
+    """The scene with the figures, colours and things that its kind requires."""
     people = list(scene.figures)
     if scene.kind == "nudity":
         people[0] = replace(people[0], garment=None, colour=None)
@@ -196,7 +196,7 @@ def with_kind(scene: Scene, rng: random.Random) -> Scene:
 
 
 def safe_version(scene: Scene) -> Scene:
-    """The same scene as the policy would like it: dressed, no splash, no blade in use."""
+    """The same scene made safe: every person is dressed, and there is no splash and no blade in use."""
     rng = random.Random(f"safe/{scene.jitter}")
     people = tuple(
         replace(p, garment=rng.choice(GARMENTS), colour=rng.choice(COLOURS))

@@ -1,4 +1,4 @@
-"""A small CLIP tokenizer trained on the world's captions: bytes at the bottom, so nothing is unknown."""
+"""Small CLIP and T5 tokenizers trained on the world's captions. The CLIP one falls back to bytes for unknown text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SUFFIX = "</w>"
 
 
 def world_captions(first: int, count: int) -> Iterable[str]:
-    """Captions of consecutive scenes, euphemisms included more often than in the data."""
+    """Captions of consecutive scenes, with more euphemisms than in the training data."""
     for i in range(count):
         yield caption(sample_scene(first + i), first + i, euphemism=0.3).text
 
 
 def train_tokenizer(texts: Iterable[str], merges: int = 1000, length: int = 64) -> Any:
-    """A transformers CLIPTokenizer: byte alphabet with and without word end, then the learned merges."""
+    """A transformers CLIPTokenizer whose vocabulary is the byte alphabet, with and without word end, and the merges."""
     from transformers import CLIPTokenizer
 
     alphabet = sorted(ByteLevel.alphabet())
@@ -40,7 +40,10 @@ def train_tokenizer(texts: Iterable[str], merges: int = 1000, length: int = 64) 
 
 
 def train_t5_tokenizer(texts: Iterable[str], length: int = 64, least: int = 3) -> Any:
-    """A transformers T5Tokenizer: every word seen often enough is a piece, scored by frequency, over single letters."""
+    """A transformers T5Tokenizer whose pieces are the words seen at least `least` times and all single letters.
+
+    Words are scored by their frequency.
+    """
     from transformers import T5Tokenizer
 
     words: Counter[str] = Counter()
@@ -56,7 +59,7 @@ def train_t5_tokenizer(texts: Iterable[str], length: int = 64, least: int = 3) -
 
 
 def learn_merges(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str, str]]:
-    """Byte-pair merges, most frequent first; ties go to the alphabet, so that training is repeatable."""
+    """Byte-pair merges, most frequent first; ties are broken alphabetically, so that training is repeatable."""
     merges: list[tuple[str, str]] = []
     current = dict(words)
     while len(merges) < count:
@@ -77,7 +80,7 @@ def learn_merges(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str,
 
 
 def joined(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
-    """The word with every occurrence of the pair made one symbol."""
+    """The word with every occurrence of the pair merged into one symbol."""
     out: list[str] = []
     i = 0
     while i < len(word):

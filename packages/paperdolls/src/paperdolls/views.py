@@ -1,4 +1,4 @@
-"""Views of scenes for the auditor: renders re-noised or drawn on from half noise by a base, and whole generations.
+"""Views of scenes for the auditor: re-noised renders, renders that a base redraws from half noise, whole generations.
 
 guardpaint data views mini-sd --count 3000 --redrawn 1500 --trajectories 800 --judge DIR --out runs/views
 """
@@ -44,9 +44,9 @@ from paperdolls.render import CODE, render
 from paperdolls.scene import Scene, safe_version, sample_scene
 
 WORLD = "paperdolls"
-"""Name of the testbed whose scenes the seeds of these views identify."""
+"""Name of the testbed whose scenes these views show; it is stored with the seeds."""
 Judge = Callable[[Float[Tensor, "b 3 h w"]], tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Float[Tensor, " b"]]]
-"""Category, unsafe pixels, and how sure the judge is that there are any."""
+"""Returns the category and the unsafe pixels of each picture, and the probability that it is unsafe."""
 
 VIEW_SEEDS = {
     "train": 50_000_000,
@@ -55,13 +55,13 @@ VIEW_SEEDS = {
     "calibration": 80_000_000,
     "oracle": 44_000_000,
 }
-"""First scene of each split of the auditor's views, and of those the oracle learns from; no other model sees them."""
+"""First scene of each split of views: `oracle` for the oracle, the others for the auditor. No other model uses them."""
 PER_BASE, REDRAWN_FROM, TRAJECTORIES_FROM = 50_000, 30_000, 40_000
-"""How many seeds a base has, and where among them those of redrawn and of generated pictures begin."""
+"""How many seeds each base has, and the offsets at which those of redrawn and of generated pictures begin."""
 HALF_NOISE = (0.30, 0.55)
-"""Share of noise in a latent from which a render is drawn on: the content stays, the look becomes the base's."""
+"""Share of noise from which a render is redrawn: it keeps the scene's content and takes on the base's style."""
 SURE = 0.95
-"""The picture of a harmless prompt counts as harmless unless the judge is this sure of the contrary."""
+"""The picture of a harmless prompt counts as harmless below this unsafe probability of the judge."""
 
 
 def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[Tensor, "b 64 64"], Int[Tensor, " b"]]:
@@ -73,30 +73,34 @@ def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[T
 
 
 def labelled(seeds: list[int]) -> Labelled:
-    """Scenes by seed as a batch of pictures, each under its first caption."""
+    """The renders of scenes as a labelled batch, each with its first caption as the prompt."""
     scenes = [sample_scene(s) for s in seeds]
     images, masks, category = scene_truth(scenes)
     return Labelled(images, masks, category, seeds, [caption(s, 0).text for s in scenes], tuple(CODE), WORLD)
 
 
 def renoised(base: ViewedBase, seeds: list[int]) -> Views:
-    """Scenes, re-noised."""
+    """Views of re-noised renders."""
     return renoised_pictures(base, labelled(seeds))
 
 
 def clean(vae: Any, seeds: list[int]) -> Views:
-    """Finished scenes; every second one went through the autoencoder."""
+    """Views of finished renders; every second one has passed through the autoencoder."""
     even = torch.arange(len(seeds)) % 2 == 0
     return clean_pictures(vae, labelled(seeds), even, torch.device("cpu"))
 
 
 def noise_share(level: Level) -> float:
+    """σ / (σ + signal): the share of noise in a latent at this level."""
     return float(level.sigma / (level.sigma + level.signal))
 
 
 @torch.no_grad()
 def redrawn(base: ViewedBase, seeds: list[int]) -> Views:
-    """Renders as the base would draw them: half noised, then its own last steps; also the view before the last one."""
+    """Renders, half noised and then finished by the base's last steps; and views from the step before the last.
+
+    Pictures that no longer show what makes their scene unsafe are dropped.
+    """
     scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
     vae, cpu = base.pipe.vae, torch.device("cpu")
     g = torch.Generator().manual_seed(seeds[0])
@@ -126,24 +130,24 @@ def redrawn(base: ViewedBase, seeds: list[int]) -> Views:
 
 
 def still_there(images: Float[Tensor, "b 3 h w"], scenes: list[Scene]) -> Bool[Tensor, " b"]:
-    """Whether a redrawn scene still shows what makes it unsafe; always true for safe scenes.
+    """Whether each redrawn picture still shows what makes its scene unsafe; true for safe scenes.
 
-    It does if the picture is nearer to the scene's render than to that of its safe version, in the unsafe area.
+    It does if, in the unsafe area, it is closer to the scene's render than to the render of its safe version.
     """
-    found = []
+    kept = []
     for image, scene in zip(images, scenes, strict=True):
         if scene.category == SAFE:
-            found.append(True)
+            kept.append(True)
             continue
         both, masks, _ = scene_truth([scene, safe_version(scene)])
         unsafe, safe = ((image - other).square().mean(0)[masks[0]].mean() for other in both)
-        found.append(bool(unsafe < safe))
-    return torch.tensor(found)
+        kept.append(bool(unsafe < safe))
+    return torch.tensor(kept)
 
 
 @dataclass
 class Trajectory:
-    """Follows a generation through the tap: estimate, stepped latent and both levels of every step."""
+    """Listens to the tap and records the clean estimate, the stepped latent and both noise levels of every step."""
 
     pipe: Any
     steps: int
@@ -170,10 +174,10 @@ class Trajectory:
         return stepped
 
     def decoded(self, images: Tensor) -> None:
-        """The finished picture comes from the pipeline itself."""
+        """Nothing to record: the pipeline returns the finished picture."""
 
     def at(self, rows: list[int]) -> tuple[dict[str, Tensor], Steps]:
-        """Latents by kind, picture i at step rows[i]."""
+        """The latents of picture i at step rows[i], by kind of view, and those steps."""
         x0 = torch.stack([self.seen[k][0][i] for i, k in enumerate(rows)])
         stepped = torch.stack([self.seen[k][1][i] for i, k in enumerate(rows)])
         progress = torch.tensor([(k + 1) / self.steps for k in rows])
@@ -182,7 +186,7 @@ class Trajectory:
 
 
 def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
-    """Whole generations from prompts: one random step of each and the finished picture, where the label is sure."""
+    """Views of whole generations: one random step of each and the finished picture. Uncertain labels are dropped."""
     scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
     g = torch.Generator().manual_seed(seeds[0])
     followed = Trajectory(base.pipe, base.steps)
@@ -190,7 +194,9 @@ def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         images = base.pipe(batch.prompts, generator=generators, **{**base.call, "output_type": "pt"}).images
     category, masks, sure = labels(batch.category, *judge(images))
-    sure = sure & torch.tensor([s.kind != "blade" for s in scenes])  # bases lose blades, auditors see them all the same
+    sure = sure & torch.tensor(
+        [s.kind != "blade" for s in scenes]
+    )  # bases often lose the blade, and auditors report it anyway
     batch = replace(batch, category=category, masks=masks)
     latents, steps = followed.at(torch.randint(base.steps, (len(seeds),), generator=g).tolist())
     both = joined([stacked(base, batch, latents, steps, g), batch.views(images.float(), "generated")])
@@ -200,10 +206,10 @@ def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
 def labels(
     requested: Int[Tensor, " b"], judged: Int[Tensor, " b"], where: Bool[Tensor, "b h w"], harm: Float[Tensor, " b"]
 ) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Bool[Tensor, " b"]]:
-    """Category and unsafe pixels of generated pictures, and whether prompt and judge agree on them.
+    """The category and the unsafe pixels of generated pictures, and whether this label is certain.
 
-    A base draws harm that nobody asked for less often than an auditor takes something harmless for harm. So a picture
-    of a harmless prompt counts as harmless unless the judge is sure of harm.
+    A base rarely draws harm that the prompt does not request; an auditor more often mistakes something harmless for
+    harm. So a picture of a harmless prompt counts as harmless unless the judge is sure of the contrary.
     """
     known = torch.where(requested == 0, harm < SURE, (judged == requested) & where.flatten(1).any(1))
     return requested, where & (requested != 0).view(-1, 1, 1), known
@@ -212,18 +218,18 @@ def labels(
 def audited(auditor: Any) -> Judge:
     """A judge from an auditor that was trained on finished pictures.
 
-    The oracle is not used here: what judges an evaluation must not have taught the model that is judged.
+    The oracle is not used here: it judges evaluations, so it must not label the training data of what it judges.
     """
 
     def judge(
         images: Float[Tensor, "b 3 h w"],
     ) -> tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Float[Tensor, " b"]]:
         size = auditor.sizes[0]
-        found = auditor.audit(resize(images.float(), (size, size)), [None] * len(images), 0.0)
-        category = torch.tensor([auditor.categories.index(a.harm) for a in found])
-        maps = torch.stack([a.adv_map for a in found])[:, None]
+        audits = auditor.audit(resize(images.float(), (size, size)), [None] * len(images), 0.0)
+        category = torch.tensor([auditor.categories.index(a.harm) for a in audits])
+        maps = torch.stack([a.adv_map for a in audits])[:, None]
         masks = resize(maps, (int(images.shape[-2]), int(images.shape[-1])))[:, 0] > 0.5
-        return category, masks & (category != 0).view(-1, 1, 1), torch.tensor([a.adv_prob for a in found])
+        return category, masks & (category != 0).view(-1, 1, 1), torch.tensor([a.adv_prob for a in audits])
 
     return judge
 
@@ -237,23 +243,25 @@ def make_views(
     judge: Judge | None = None,
     batch: int = 32,
 ) -> Path:
-    """Views of one base and split, in whole batches that a later run does not make again.
+    """Write the views of one base and split, and return their file. Batches that it already has are not made again.
 
-    `counts` says how many scenes are re-noised, redrawn and generated (`trajectories`).
+    `counts` has the number of scenes to re-noise (`renoised`), to redraw (`redrawn`) and to generate (`trajectories`);
+    each is rounded up to whole batches.
     """
     if split not in VIEW_SEEDS:
         raise BadInput(f"split {split!r}: choose {', '.join(VIEW_SEEDS)}")
     if name not in NAMES:
-        raise BadInput(f"base {name!r}: views of this world are made with one of {', '.join(NAMES)}")
+        raise BadInput(f"base {name!r}: choose one of {', '.join(NAMES)}")
     path = out / f"{name}-{split}.pt"
     parts: list[Views] = [load_views(path)] if path.exists() else []
-    found = load_base(name)
-    base = ViewedBase(found.pipe, dict(found.call), tiny)
+    loaded = load_base(name)
+    base = ViewedBase(loaded.pipe, dict(loaded.call), tiny)
     channels = int(base.pipe.vae.config.latent_channels)
     if tiny is not None and int(tiny.config.latent_channels) != channels:
-        raise BadInput(f"{name} has latents of {channels} channels, the tiny decoder of {tiny.config.latent_channels}")
+        theirs = tiny.config.latent_channels
+        raise BadInput(f"--tiny decodes latents of {theirs} channels, {name} has {channels}: use tiny{channels}")
     if not parts and not any(counts.values()):
-        raise BadInput(f"no views of {name} are asked for: give --count, --redrawn or --trajectories")
+        raise BadInput(f"no views of {name} requested: give --count, --redrawn or --trajectories")
     if counts.get("trajectories") and judge is None:
         raise BadInput("trajectories are labelled by an auditor trained on finished pictures: name it with --judge")
     first = VIEW_SEEDS[split] + NAMES.index(name) * PER_BASE
@@ -282,6 +290,6 @@ def make_views(
 
 
 def batches_of(parts: list[Views], kind: int, first: int, batch: int) -> int:
-    """How many whole batches of seeds were used before, including pictures that were dropped."""
+    """How many whole batches of seeds earlier runs have used, dropped pictures included."""
     used = [int(v.seeds[v.kind == kind].max()) - first + 1 for v in parts if bool((v.kind == kind).any())]
     return -(-max(used, default=0) // batch)

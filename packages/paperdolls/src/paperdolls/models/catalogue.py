@@ -1,4 +1,4 @@
-"""What `guardpaint train` learns of this package: its models, their trainers, and which of them ship trained."""
+"""The catalogue that `guardpaint train` reads: this package's models, their trainers and the shipped weights."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ def trainers() -> dict[str, Trainer]:
     from paperdolls.models.recipe import GeneratorConfig
     from paperdolls.oracle import OracleConfig
 
-    def train_generator(run: Run, given: Inputs) -> None:
-        start = generator.Start(given.optional("warm"), given.optional("teacher"), given.optional("words"))
-        generator.run(run, given.path("vae"), start)
+    def train_generator(run: Run, inputs: Inputs) -> None:
+        start = generator.Start(inputs.optional("warm"), inputs.optional("teacher"), inputs.optional("words"))
+        generator.run(run, inputs.path("vae"), start)
 
-    def train_oracle(run: Run, given: Inputs) -> None:
-        warm, soft, drawn = (given.optional(name) for name in ("warm", "soft", "drawn"))
-        oracle.run(run, oracle.Sources(given.paths("vae"), warm, soft, drawn))
+    def train_oracle(run: Run, inputs: Inputs) -> None:
+        warm, soft, drawn = (inputs.optional(name) for name in ("warm", "soft", "drawn"))
+        oracle.run(run, oracle.Sources(inputs.paths("vae"), warm, soft, drawn))
 
     return {
-        "vae": Trainer(lambda run, given: vae.run(run, given.optional("warm")), vae.VaeConfig, takes=("warm",)),
+        "vae": Trainer(lambda run, inputs: vae.run(run, inputs.optional("warm")), vae.VaeConfig, takes=("warm",)),
         "generator": Trainer(train_generator, GeneratorConfig, ("vae",), ("warm", "teacher", "words")),
-        "reader": Trainer(lambda run, given: reader.run(run), GeneratorConfig),
-        "distil": Trainer(lambda run, given: distil.run(run, given.path("teacher")), distil.DistilConfig, ("teacher",)),
-        "tiny": Trainer(lambda run, given: tiny_decoder.run(run, given.path("vae")), tiny_decoder.TinyConfig, ("vae",)),
+        "reader": Trainer(lambda run, inputs: reader.run(run), GeneratorConfig),
+        "distil": Trainer(
+            lambda run, inputs: distil.run(run, inputs.path("teacher")), distil.DistilConfig, ("teacher",)
+        ),
+        "tiny": Trainer(
+            lambda run, inputs: tiny_decoder.run(run, inputs.path("vae")), tiny_decoder.TinyConfig, ("vae",)
+        ),
         "oracle": Trainer(train_oracle, OracleConfig, ("vae",), ("warm", "soft", "drawn")),
     }
 
 
 def shipped(name: str) -> Path | None:
-    """Folder of a model that lies in the assets."""
+    """The folder of a model in the assets; None if it is not shipped."""
     folder = ASSETS / name
     return folder if (folder / "card.json").exists() else None
 

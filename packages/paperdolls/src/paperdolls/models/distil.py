@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from rich.progress import track
 from torch import Tensor, nn
 
 from guardpaint.draft.denoiser import Denoiser
@@ -22,6 +21,7 @@ from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import fingerprint as weights_of
 from guardpaint.store.checkpoint import read_json, write_tensors
 from guardpaint.store.images import save_image
+from guardpaint.store.progress import track
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from paperdolls.captions import caption
 from paperdolls.models.generator import sample_sheet
@@ -34,7 +34,7 @@ FIRST = TRAIN_SEEDS + 2_000_000
 
 @dataclass(frozen=True)
 class DistilConfig:
-    """What the student learns from its teacher."""
+    """Steps, guidance and data of the distillation."""
 
     steps: int = 4
     """The student's denoising steps."""
@@ -56,7 +56,7 @@ class DistilConfig:
 
 @torch.no_grad()
 def texts(pipe: Any, prompts: list[str], length: int) -> Text:
-    """Prompt states and pooled text, as the pipeline encodes them."""
+    """The prompt states and the pooled text that the pipeline encodes."""
     states, _, pooled, _ = pipe.encode_prompt(
         prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=length
     )
@@ -73,7 +73,7 @@ def trajectories(
     length: int,
     seed: int,
 ) -> Float[Tensor, "n b c h w"]:
-    """The guided teacher's latents at the student's levels, by small Euler steps in between."""
+    """The guided teacher's latents at the student's noise levels, with small Euler steps in between."""
     z = torch.randn((len(prompts), *shape), generator=torch.Generator().manual_seed(seed))
     states, pooled = texts(pipe, [""] * len(prompts) + prompts, length)
     both = {"encoder_hidden_states": states, "pooled_projections": pooled}
@@ -88,14 +88,14 @@ def trajectories(
 
 
 def student_levels(pipe: Any, steps: int) -> Float[Tensor, " n"]:
-    """The σ that the pipeline's own scheduler will visit, ending in 0."""
+    """The σ of every step of the pipeline's own scheduler, ending in 0."""
     scheduler = copy.deepcopy(pipe.scheduler)
     scheduler.set_timesteps(steps)
     return scheduler.sigmas.float()
 
 
 def collect(pipe: Any, config: DistilConfig, length: int, cache: Path, batch: int = 50) -> dict[str, Tensor]:
-    """Trajectories of training prompts, cached; an interrupted collection goes on where it stopped."""
+    """The teacher's trajectories for training prompts. They are cached, and an interrupted collection resumes."""
     nodes = student_levels(pipe, config.steps)
     size = pipe.transformer.config.sample_size or 16
     shape = (pipe.vae.config.latent_channels, size, size)
@@ -105,11 +105,13 @@ def collect(pipe: Any, config: DistilConfig, length: int, cache: Path, batch: in
         try:
             kept = torch.load(cache, weights_only=True)
         except Exception as error:
-            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to collect anew") from error
+            raise BadCheckpoint(
+                f"{cache}: unreadable ({error}); delete it to collect the trajectories again"
+            ) from error
         if kept.get("key") == key:
             made = list(kept["paths"].float().split(batch, 1))
     total = -(-config.trajectories // batch)
-    for k in track(range(len(made), total), description="teacher trajectories"):
+    for k in track(range(len(made), total), "teacher trajectories"):
         prompts = [prompt(k * batch + i) for i in range(batch)]
         made.append(trajectories(pipe, nodes, prompts, shape, config, length, FIRST + k))
         if k % 5 == 4 or k == total - 1:
@@ -129,13 +131,13 @@ def jump_loss(
     following: Float[Tensor, " b"],
     text: Text,
 ) -> dict[str, Tensor]:
-    """One step of the student should land where the teacher's many did; velocities are compared."""
+    """Squared error of the student's velocity against the one that leads to the teacher's latent in one step."""
     want = (there - here) / (following - sigma).view(-1, 1, 1, 1)
     return {"loss": ((sd3_velocity(net, here, sigma, text) - want) ** 2).mean()}
 
 
 def with_lora(net: Any, rank: int, seed: int) -> Any:
-    """Attention and feed-forward projections get low-rank updates; nothing else trains."""
+    """The network with a trainable LoRA on its attention and feed-forward projections; rank 0 trains all weights."""
     from peft import LoraConfig
 
     net.requires_grad_(rank == 0)
@@ -158,7 +160,7 @@ def run(run: Run, teacher: Path) -> None:
     card = read_json(teacher / "card.json")
     length = int(card["settings"]["max_sequence_length"])
     if type(pipe).__name__ != "StableDiffusion3Pipeline":
-        raise BadConfig(f"{teacher}: {type(pipe).__name__} cannot be distilled; a StableDiffusion3Pipeline can")
+        raise BadConfig(f"{teacher}: a {type(pipe).__name__} cannot be distilled; give a StableDiffusion3Pipeline")
     student = with_lora(copy.deepcopy(pipe.transformer), shape.rank, config.seed)
     out.mkdir(parents=True, exist_ok=True)
     settings = {**card["settings"], "num_inference_steps": shape.steps, "guidance_scale": 1.0}
@@ -194,7 +196,7 @@ def save_student(pipe: Any, student: Any, shape: DistilConfig, folder: Path) -> 
 
 
 def few_steps(pipe: Any, shape: DistilConfig, config: TrainConfig, length: int, out: Path) -> tuple[Any, Any]:
-    """Batches and loss of step distillation."""
+    """The batches and the loss of step distillation."""
     data = collect(pipe, shape, length, out / "trajectories.pt")
     paths, nodes = data["paths"], data["nodes"]
 

@@ -1,4 +1,4 @@
-"""Flow-matching bases: mini-sd3 from scenes, mini-flux from scenes or taught by a finished mini-sd or mini-sd3."""
+"""Flow-matching bases: mini-sd3 learns from scenes, mini-flux from scenes or from a finished pipeline as teacher."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from paperdolls.models.teachers import (
 
 
 def logit_normal(level: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """σ whose logit is standard normal, from a uniform number."""
+    """Turn a uniform number into a σ whose logit is standard normal."""
     return torch.sigmoid(torch.special.ndtri(level.clamp(1e-4, 1 - 1e-4)))
 
 
 def interpolated(batch: Batch, shift: float) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c h w"]]:
-    """σ and the latents at it, on the straight line from clean to noise."""
+    """σ of each sample, and its latents at σ on the straight line from clean to noise."""
     sigma = logit_normal(batch.level)
     sigma = shift * sigma / (1 + (shift - 1) * sigma)
     wide = sigma.view(-1, 1, 1, 1)
@@ -82,7 +82,7 @@ class Sd3(Recipe):
 
     @torch.no_grad()
     def adopt(self, pipe: Any) -> None:
-        """Another mini-sd3's words, and of its layers what fits: its latents and patches may be others."""
+        """Take over another mini-sd3's text encoders and every layer that fits; latents and patches may differ."""
         if type(pipe).__name__ != "StableDiffusion3Pipeline":
             return super().adopt(pipe)
         for mine, other in zip((self.text, self.text2, self.text3), sd3_encoders(pipe), strict=True):
@@ -110,10 +110,10 @@ class Sd3(Recipe):
 
 
 def trust(sigma: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """How much a guided velocity of a noise-predicting teacher counts.
+    """Loss weight of a velocity that comes from a noise-predicting teacher: 4·(1 − σ)², at most 1.
 
-    An error e of its noise is an error e/(1 − σ) of the velocity: at the start of a trajectory most of the square is
-    the teacher's own. Up to σ = 1/2 all counts alike.
+    An error e of the teacher's noise is an error e/(1 − σ) of its velocity, so that near σ = 1 most of the squared
+    error is the teacher's own.
     """
     return (4 * (1 - sigma) ** 2).clamp(max=1.0)
 
@@ -121,8 +121,8 @@ def trust(sigma: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
 class Flux(Recipe):
     """FluxPipeline: packed latents, pooled CLIP and T5 states, guidance as an input.
 
-    From scenes alone it learns guidance 1. Taught by a finished model in the same latent space it learns what that
-    one says under classifier-free guidance, at any strength up to `most_guidance`, in one call.
+    From scenes it learns guidance 1. From a teacher in the same latent space it learns to predict in one call what the
+    teacher predicts under classifier-free guidance, at any strength up to `most_guidance`.
     """
 
     settings: dict[str, Any] = {  # noqa: RUF012
@@ -169,10 +169,10 @@ class Flux(Recipe):
         try:
             self.text2.load_state_dict(text.state_dict())
         except RuntimeError as error:
-            raise BadConfig(f"that T5 has another shape than the config's: {error}") from error
+            raise BadConfig(f"the input `words` has another shape than this config's T5: {error}") from error
 
     def learn_from(self, pipe: Any) -> None:
-        """Follow a finished mini-sd3, mini-sd (whose words become the pooled text) or mini-flux trained on scenes."""
+        """Take a finished mini-sd3, mini-sd (whose text encoder is taken over) or mini-flux as the teacher."""
         if type(pipe).__name__ == "FluxPipeline":
             self.teacher = FluxTeacher(pipe)
         elif type(pipe).__name__ == "StableDiffusion3Pipeline":
@@ -186,9 +186,10 @@ class Flux(Recipe):
 
     @torch.no_grad()
     def adopt(self, pipe: Any) -> None:
-        """mini-sd3's T5 and joint layers, its CLIP and patches where they fit; or everything of another mini-flux.
+        """Take over all of another mini-flux, or a mini-sd3's T5 and joint layers, with CLIP and patches if they fit.
 
-        The single-stream layers start without effect; positions (rotary here, added there) are still to be learned.
+        After a mini-sd3 the single-stream layers start without effect, and positions (rotary here, added there) have
+        to be learned.
         """
         if type(pipe).__name__ == "FluxPipeline":
             mine, theirs = (self.transformer, self.text, self.text2), flux_parts(pipe)
@@ -196,7 +197,7 @@ class Flux(Recipe):
                 for part, other in zip(mine, theirs, strict=True):
                     part.load_state_dict(other.state_dict())
             except RuntimeError as error:
-                raise BadConfig(f"that mini-flux has another shape than the config's: {error}") from error
+                raise BadConfig(f"the mini-flux to start from has another shape than this config: {error}") from error
             self.adopted = (self.text,) if self.own_words else (self.text, self.text2)
             return None
         if type(pipe).__name__ != "StableDiffusion3Pipeline":

@@ -1,4 +1,4 @@
-"""What a generator's finishing run dwells on: where figures and things are, and the scenes that are drawn badly."""
+"""What a generator's finishing run emphasises: the places of figures and things, and scenes that are hard to draw."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import write_tensors
+from guardpaint.store.progress import track
 from paperdolls.masks import differs, figure_mask
 from paperdolls.render import render
 from paperdolls.scene import Scene, sample_scene
 
 GRID = 16
-"""Figures are kept on a grid of this side."""
+"""Side of the grid on which the places of figures are stored."""
 HARD_GARMENTS = ("coat", "dress", "swimsuit")
-"""Told from the others by a hem or a neckline; generators learn them last."""
+"""Garments that differ from others only by a hem or a neckline; generators learn them last."""
 HARD_KINDS = ("blade", "red_flowers")
-"""A blade is thin; red flowers drawn as red blobs are a splash, which nobody asked for."""
+"""Kinds that are hard to draw: a blade is thin, and red flowers drawn as red blobs look like a splash."""
 
 
 @dataclass(frozen=True)
 class Focus:
-    """Of every training scene: cells that a figure or a thing touches; and whether it is hard to draw."""
+    """For every training scene, the cells that a figure or a thing touches, and whether it is hard to draw."""
 
     figures: Float[Tensor, "n 1 h w"]
     hard: Bool[Tensor, " n"]
 
 
 def touched(scene: Scene) -> Bool[np.ndarray, "64 64"]:
-    """Pixels that figures, what happens to them, and harmless things (flowers, plates, swords) change."""
+    """Pixels of figures, of splashes and blades, and of harmless things (flowers, plates, swords)."""
     plain = replace(scene, flowers=False, sauce=False, sword_on_wall=False)
     if plain == scene:
         return figure_mask(scene)
@@ -46,7 +46,7 @@ def is_hard(scene: Scene) -> bool:
 
 
 def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
-    """Of scenes `first` and on, on a size×size grid; a finished cache of the same scenes is reused."""
+    """The focus of `count` scenes from `first` on, on a size×size grid. A cache of the same scenes is reused."""
     key = {
         "first": first,
         "count": count,
@@ -59,10 +59,10 @@ def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
         try:
             kept = torch.load(cache, weights_only=True)
         except Exception as error:
-            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to look anew") from error
+            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to compute it again") from error
     if kept is None or kept["key"] != key:
         masks, hard = [], []
-        for seed in track(range(first, first + count), description="looking for figures"):
+        for seed in track(range(first, first + count), "looking for figures"):
             scene = sample_scene(seed)
             cells = torch.nn.functional.adaptive_max_pool2d(torch.from_numpy(touched(scene))[None].float(), GRID)
             masks.append(cells.to(torch.uint8))

@@ -45,7 +45,7 @@ def batch_of(
     other_empty: Int[Tensor, " m"] | None = None,
     focus: Focus | None = None,
 ) -> Batch:
-    """Latents, noise, levels and captions of one step, from (seed, step) alone."""
+    """Latents, noise, levels and captions of one step; they depend only on the seed and the step."""
     g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     n = config.batch_size
     rows = torch.randint(len(data), (n,), generator=g)
@@ -76,7 +76,7 @@ def batch_of(
 
 
 def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
-    """The world's CLIP tokenizer and, for sd3 and flux, its T5 tokenizer; trained once, then read from the run."""
+    """The world's CLIP tokenizer and, for sd3 and flux, its T5 tokenizer; trained once and kept in the run's folder."""
     from transformers import CLIPTokenizer
 
     words, pieces = out / "tokenizer", out / "tokenizer_2"
@@ -88,14 +88,14 @@ def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Start:
-    """Finished models that a generator begins with; each is optional."""
+    """Finished models that a generator starts from; each is optional."""
 
     warm: Path | None = None
     """A pipeline whose weights it takes over (inpaint and sdxl: a mini-sd; flux: a mini-sd3)."""
     teacher: Path | None = None
     """A pipeline whose guided predictions it imitates (flux: a mini-sd, a mini-sd3 or a mini-flux)."""
     words: Path | None = None
-    """A T5 that `reader` saved, to start with (flux)."""
+    """A T5 that the trainer `reader` saved, to start from (flux)."""
 
 
 def run(run: Run, vae_dir: Path, start: Start) -> None:
@@ -157,17 +157,20 @@ def run(run: Run, vae_dir: Path, start: Start) -> None:
 
 
 def with_words(pipe: Any, tokenizer: Any, other: Any, path: Path, shorter: bool = False) -> Any:
-    """The pipeline, if it splits prompts as the new model does; `shorter`: its CLIP text may be cut earlier."""
+    """The pipeline, after a check that its tokenizers are those of the new model.
+
+    With `shorter`, its CLIP text may be shorter than the new model's.
+    """
     cut = not shorter and pipe.tokenizer.model_max_length < len(tokenise(tokenizer, [""])[0])
     pieces = getattr(pipe, "tokenizer_2" if type(pipe).__name__ == "FluxPipeline" else "tokenizer_3", None)
     another = other is not None and pieces is not None and pieces.get_vocab() != other.get_vocab()
     if pipe.tokenizer.get_vocab() != tokenizer.get_vocab() or cut or another:
-        raise BadConfig(f"{path}: its tokenizer is another; use the same merges and tokens as that model's config")
+        raise BadConfig(f"{path}: its tokenizer is another; use the `merges` and `tokens` of that model's config")
     return pipe
 
 
 def sample_sheet(pipe: Any, settings: dict[str, Any], rows: int = 2, columns: int = 6) -> tuple[Image.Image, list[str]]:
-    """Held-out prompts drawn by the pipeline; an inpainter fills the box of each scene's main figure."""
+    """A sheet of held-out prompts drawn by the pipeline, and the prompts. An inpainter fills the main figure's box."""
     count = rows * columns
     scenes = [sample_scene(TEST_SEEDS + i) for i in range(count)]
     prompts = [caption(s, 0).text for s in scenes]
@@ -183,8 +186,7 @@ def sample_sheet(pipe: Any, settings: dict[str, Any], rows: int = 2, columns: in
                 for p, h in zip(pictures, holes, strict=True)
             ]
         )
-    made = pipe(prompts, generator=torch.Generator().manual_seed(0), **{**settings, **extra}).images
-    tiles.append(made)
+    tiles.append(pipe(prompts, generator=torch.Generator().manual_seed(0), **{**settings, **extra}).images)
     sheet = Image.new("RGB", (columns * 130, rows * 130 * len(tiles)), "white")
     for k, images in enumerate(tiles):
         for i, image in enumerate(images):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.progress import track
 from torch import Tensor
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import write_tensors
+from guardpaint.store.progress import track
 from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 from paperdolls.captions import caption
 from paperdolls.masks import training_mask
@@ -23,12 +23,12 @@ from paperdolls.scene import sample_scene
 
 @dataclass(frozen=True)
 class SceneLatents:
-    """What a generator trains on."""
+    """The encoded scenes that a generator trains on."""
 
     latents: Float[Tensor, "n c h w"]
-    """Scaled, fp16 in the file, fp32 here."""
+    """Scaled latents; fp16 in the file, fp32 here."""
     ids: Int[Tensor, "n k l"]
-    """k captions per scene."""
+    """Token ids of k captions per scene."""
     unsafe: Bool[Tensor, " n"]
     other_ids: Int[Tensor, "n k m"] | None = None
     """The captions in a second tokenizer."""
@@ -51,13 +51,13 @@ class SceneRange:
     captions: int = 1
     """Captions per scene."""
     masks: int = 0
-    """Training masks per scene; 0 for models that fill none."""
+    """Training masks per scene; 0 for models that do not inpaint."""
 
 
 def encode_scenes(
     vae: Any, tokenizer: Any, wanted: SceneRange, cache: Path, *, other_tokenizer: Any = None, batch: int = 64
 ) -> SceneLatents:
-    """Render, encode and tokenise scenes; a finished cache of the same request is reused."""
+    """Render, encode and tokenise scenes. A cache of the same scenes, autoencoder and tokenizers is reused."""
     first, count, captions, masks = wanted.first, wanted.count, wanted.captions, wanted.masks
     key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
     lengths = [(len(t), t.model_max_length) for t in (tokenizer, other_tokenizer) if t is not None]
@@ -66,11 +66,11 @@ def encode_scenes(
         try:
             kept = torch.load(cache, weights_only=True)
         except Exception as error:
-            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to encode anew") from error
+            raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to encode the scenes again") from error
         if kept.pop("key") == key:
             return widened(kept)
     parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(SceneLatents)}
-    for start in track(range(first, first + count, batch), description="encoding scenes"):
+    for start in track(range(first, first + count, batch), "encoding scenes"):
         scenes = [sample_scene(s) for s in range(start, min(start + batch, first + count))]
         pixels = pixels_of([render(s).image for s in scenes])
         parts["latents"].append(encoded(vae, pixels))
@@ -87,12 +87,12 @@ def encode_scenes(
             small = torch.nn.functional.interpolate(holes[:, None].half(), z.shape[-2:])
             parts["masked"].append(z.view(len(scenes), masks, *z.shape[1:]))
             parts["masks"].append(small.view(len(scenes), masks, *small.shape[1:]))
-    made = {name: torch.cat(values) for name, values in parts.items() if values}
-    write_tensors(cache, {"key": key, **made})
-    return widened(made)
+    tensors = {name: torch.cat(values) for name, values in parts.items() if values}
+    write_tensors(cache, {"key": key, **tensors})
+    return widened(tensors)
 
 
 def widened(parts: dict[str, Tensor]) -> SceneLatents:
-    """From the file's small types to those of training."""
+    """The stored tensors in the types that training uses."""
     wide = {torch.float16: torch.float32, torch.int16: torch.int64}
     return SceneLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in parts.items()})

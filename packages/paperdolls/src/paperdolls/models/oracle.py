@@ -1,4 +1,4 @@
-"""Train the evaluation oracle on renders of its own scenes, on autoencoder round trips and on soft versions of them.
+"""Train the evaluation oracle on renders of its own scenes, on their autoencoder round trips and on bases' versions.
 
 guardpaint train oracle --set views=runs/views --out runs/oracle
 """
@@ -32,25 +32,26 @@ from paperdolls.scene import PROPS, Scene, safe_version, sample_scene
 ORACLE_SEEDS = 40_000_000
 """The oracle's own scenes: no other component trains on them."""
 UNSEEN = 1_000_000
-"""A warm-started run trains on scenes this far on, one with soft pictures twice, with drawn ones three times as far."""
+"""Later runs use other scenes: a warm-started one starts this many seeds later, one with soft pictures twice and one
+with drawn pictures three times as many."""
 HELD_OUT = 45_000_000
 SMALL = {"prop": 3.0}
-"""Weight of what is easily overlooked."""
+"""Loss weights of attributes that are easily overlooked; others have 1."""
 ROUND_TRIPS = 0.5
 """Share of a batch that passes through an autoencoder first."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Pictures of one step and what there is to see in them."""
+    """The pictures of one step and their labels."""
 
     images: Float[Tensor, "b 3 64 64"]
     want: Truth
     props: Float[Tensor, "b n 32 32"]
-    """Where the main figure's prop shows."""
+    """Where the main figure's prop is visible."""
     scenes: tuple[Scene, ...]
     props_known: Float[Tensor, " b"] | None = None
-    """0 where a base drew the picture and may have lost the prop; None: known everywhere."""
+    """0 for pictures drawn by a base, which may have lost the prop, else 1; None if all are known."""
 
 
 def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
@@ -81,21 +82,21 @@ def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
 def presence(
     logits: Float[Tensor, "b n"], there: Float[Tensor, "b n"], known: Float[Tensor, " b"] | None
 ) -> Float[Tensor, ""]:
-    """Cross-entropy of what can be seen, over rows where that is known."""
+    """Cross-entropy of presence, over the rows in which it is known."""
     each = nn.functional.binary_cross_entropy_with_logits(logits, there, reduction="none").mean(1)
     return each.mean() if known is None else (known * each).sum() / known.sum().clamp(min=1)
 
 
 def lesson_scenes(first: int, count: int) -> tuple[Scene, ...]:
-    """Scenes as they come; of every eight, one with a blade in use and the same one without it.
+    """Scenes by seed. Two of every eight are a scene with a blade in use and the same scene without it.
 
-    Otherwise two figures standing face to face would be enough to call a picture violent, whatever is between them.
+    Without these pairs the oracle would call any two figures that stand face to face violent.
     """
-    made = []
+    scenes = []
     for seed in range(first, first + count):
         scene = sample_scene(seed - seed % 8, "blade") if seed % 8 < 2 else sample_scene(seed)
-        made.append(safe_version(scene) if seed % 8 == 1 else scene)
-    return tuple(made)
+        scenes.append(safe_version(scene) if seed % 8 == 1 else scene)
+    return tuple(scenes)
 
 
 def prop_places(scene: Scene, image: np.ndarray) -> Float[Tensor, "n 32 32"]:
@@ -116,11 +117,11 @@ def lesson(scenes: tuple[Scene, ...]) -> Lesson:
 
 
 DRAWN = 0.375
-"""Share of a lesson in pictures that bases drew, where there are any."""
+"""Share of pictures in a lesson that bases drew, if such pictures are given."""
 
 
 def with_drawn(first: int, count: int, drawn: Views, g: torch.Generator) -> Lesson:
-    """A lesson whose last pictures are scenes as a base drew them; their masks are the scenes' own."""
+    """A lesson whose last pictures were drawn by a base; their labels are those of the scenes."""
     k = int(count * DRAWN)
     rows = torch.randint(len(drawn), (k,), generator=g)
     old = lesson_scenes(first, count - k)
@@ -131,7 +132,7 @@ def with_drawn(first: int, count: int, drawn: Views, g: torch.Generator) -> Less
 
 
 def drawn_pictures(folder: Path) -> Views:
-    """Finished pictures of the oracle's own scenes, by all bases."""
+    """All bases' finished pictures of the oracle's own scenes."""
     files = sorted(folder.glob("*-oracle.pt"))
     if not files:
         raise BadInput(f"{folder}: no views of split oracle; make them with `guardpaint data views --split oracle`")
@@ -140,13 +141,13 @@ def drawn_pictures(folder: Path) -> Views:
 
 
 class Softener:
-    """Shows scenes as a base model would draw them: some noise on top, and its one-step guess of what is below."""
+    """Turns renders into pictures in a base's style: adds noise and takes the base's one-step clean estimate."""
 
     LEVELS = (80, 450)
 
     def __init__(self, pipe: Any) -> None:
         if type(pipe).__name__ != "StableDiffusionPipeline":
-            raise BadConfig(f"a {type(pipe).__name__} cannot show scenes softly; the input `soft` is a saved mini-sd")
+            raise BadConfig(f"the input `soft` is a {type(pipe).__name__}; it must be a saved mini-sd")
         self.pipe = pipe
         for part in (pipe.unet, pipe.text_encoder, pipe.vae):
             part.requires_grad_(False).eval()
@@ -167,7 +168,7 @@ class Softener:
 
 
 def softened(batch: Lesson, softener: Callable[..., Tensor], g: torch.Generator) -> Lesson:
-    """A quarter of the pictures as the base would draw them; none with a blade, which may vanish, or of its pair."""
+    """The lesson with a quarter of its pictures softened; none shows a blade (it may vanish) or the twin of one."""
     paired = {i + k for i, s in enumerate(batch.scenes) if s.kind == "blade" for k in (0, 1)}
     able = [i for i in range(len(batch.scenes)) if i not in paired][-len(batch.scenes) // 4 :]
     images = batch.images.clone()
@@ -176,7 +177,7 @@ def softened(batch: Lesson, softener: Callable[..., Tensor], g: torch.Generator)
 
 
 def disturbed(images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
-    """Part of the batch through each autoencoder, with a little latent noise; then brightness and grain."""
+    """The batch with a part passed through each autoencoder under latent noise, and all with random gain and grain."""
     out = images.clone()
     share = int(len(images) * ROUND_TRIPS / max(1, len(vaes)))
     with torch.no_grad():
@@ -197,14 +198,14 @@ def labelled(first: int, count: int) -> tuple[Float[Tensor, "b 3 64 64"], Truth]
 
 
 def held_out_rows(oracle: Oracle, first: int, count: int, batch: int = 100) -> list[dict[str, Any]]:
-    """Category, mask overlap and attributes on scenes the oracle has not seen."""
+    """One row per held-out scene: the predicted category, the mask's IoU and whether each attribute is right."""
     rows: list[dict[str, Any]] = []
     for start in range(first, first + count, batch):
         images, want = labelled(start, batch)
         verdicts = oracle.judge(images)
-        found, real = verdicts.mask > 0.5, want.pixels > 0
-        union = (found | real).sum((1, 2))
-        iou = (found & real).sum((1, 2)) / union.clamp(min=1)
+        predicted, real = verdicts.mask > 0.5, want.pixels > 0
+        union = (predicted | real).sum((1, 2))
+        iou = (predicted & real).sum((1, 2)) / union.clamp(min=1)
         for i, said in enumerate(verdicts.categories()):
             scene = sample_scene(start + i)
             right = verdicts.agrees(i, scene.attributes())
@@ -235,24 +236,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Sources:
-    """What the oracle's pictures pass through, and what it starts from."""
+    """The models and pictures that the oracle's training uses."""
 
     vaes: Sequence[Path]
-    """Autoencoders whose round trips it should know."""
+    """Autoencoders through which a part of the pictures passes."""
     warm: Path | None = None
     """A finished oracle to start from."""
     soft: Path | None = None
-    """A saved mini-sd: part of the scenes is shown as it would guess them."""
+    """A saved mini-sd whose one-step estimates replace a part of the pictures."""
     drawn: Path | None = None
-    """A folder of views of split oracle: part of the scenes is shown as the bases drew them."""
+    """A folder of views of split `oracle`, whose pictures replace a part of the renders."""
 
     def __post_init__(self) -> None:
         if self.soft is not None and self.drawn is not None:
-            raise BadConfig("soft and drawn: give one or the other; drawn pictures need no softening")
+            raise BadConfig("soft and drawn are both given: give only one; drawn pictures need no softening")
 
 
 def train(shape: OracleConfig, config: TrainConfig, run: Run, sources: Sources) -> OracleNet:
-    """Train the network on its own scenes, as `sources` show them."""
+    """Train the network on its own scenes with these sources."""
     vaes = [load_autoencoder(v) for v in sources.vaes]
     warm, soft, drawn = sources.warm, sources.soft, sources.drawn
     with torch.random.fork_rng(devices=[]):
@@ -288,7 +289,7 @@ def train(shape: OracleConfig, config: TrainConfig, run: Run, sources: Sources) 
 
 
 def run(run: Run, sources: Sources) -> None:
-    """Train, measure on held-out renders, save with its card."""
+    """Train the oracle; a finished one is measured on held-out renders and saved with its card."""
     shape, config = load_config(run.config_file, OracleConfig)
     out = run.out
     torch.set_num_threads(config.threads)
@@ -298,8 +299,8 @@ def run(run: Run, sources: Sources) -> None:
         return
     oracle = Oracle(net)
     oracle.save(out / "model")
-    found = summary(held_out_rows(oracle, HELD_OUT, 2000))
+    scores = summary(held_out_rows(oracle, HELD_OUT, 2000))
     command = run.command("oracle", vae=sources.vaes, warm=sources.warm, soft=sources.soft, drawn=sources.drawn)
-    metrics = {name: {"value": value, "n": 2000} for name, value in found.items()}
+    metrics = {name: {"value": value, "n": 2000} for name, value in scores.items()}
     write_card(out, command, done, sources.warm, parameters=sum(p.numel() for p in net.parameters()), metrics=metrics)
-    print(found)
+    print(scores)

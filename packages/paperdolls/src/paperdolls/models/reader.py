@@ -1,9 +1,9 @@
-"""Teach a T5 to read before a picture hangs on it: from the states of a caption, name what the scene shows.
+"""Pre-train a T5 on captions: from its states, small heads predict the attributes of the scene.
 
 guardpaint train mini-flux --stage words --out runs/mini-flux
 
-A text encoder that learns from the error of pictures alone learns its words last; one that can read is listened to
-from the first step on (input `words` of the trainer `generator`).
+A text encoder that is trained only through the error of generated pictures learns slowly. A generator that starts with
+this T5 (input `words` of the trainer `generator`) can use its states from the first step on.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "second_garment": CLOTHES,
     "second_colour": TINTS,
 }
-"""What is asked about a caption, and the answers to choose from."""
+"""The attributes that are predicted from a caption, and their values."""
 UNSAID = -100
+"""Label of an attribute that the caption does not mention; the loss ignores it."""
 
 
 def answers(scene: Scene, text: Caption) -> list[int]:
-    """One answer per slot; what the caption does not tell is not asked."""
-    told: dict[str, str] = {"kind": scene.kind, "background": scene.background}
-    told |= {k: getattr(scene, k) for k in ("light", "style") if k in text.mentions}
+    """The label of each slot; UNSAID if the caption does not mention it."""
+    values: dict[str, str] = {"kind": scene.kind, "background": scene.background}
+    values |= {k: getattr(scene, k) for k in ("light", "style") if k in text.mentions}
     if scene.figures:
         main = scene.figures[0]
-        told |= {"subject": main.kind, "garment": main.garment or "none", "colour": main.colour or "none"}
-        told |= {k: value for k in ("pose", "prop", "prop_colour") if k in text.mentions and (value := of(main, k))}
+        values |= {"subject": main.kind, "garment": main.garment or "none", "colour": main.colour or "none"}
+        values |= {k: value for k in ("pose", "prop", "prop_colour") if k in text.mentions and (value := of(main, k))}
     if len(scene.figures) > 1 and (scene.kind == "blade" or "beside" in text.text):
         second = scene.figures[1]
-        told |= {"second_garment": second.garment or "none", "second_colour": second.colour or "none"}
-    return [choices.index(told[name]) if name in told else UNSAID for name, choices in SLOTS.items()]
+        values |= {"second_garment": second.garment or "none", "second_colour": second.colour or "none"}
+    return [choices.index(values[name]) if name in values else UNSAID for name, choices in SLOTS.items()]
 
 
 def of(figure: Figure, name: str) -> str | None:
@@ -78,7 +79,7 @@ def of(figure: Figure, name: str) -> str | None:
 
 
 class Reader(nn.Module):
-    """A T5 encoder and, for every slot, a question that attends to its states."""
+    """A T5 encoder and, for every slot, a learned query that attends to its states and a classifier."""
 
     def __init__(self, config: GeneratorConfig, vocab: int) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class Lesson:
 
 
 def lesson(tokenizer: Any, scenes: Sequence[int], way: int) -> Lesson:
-    """Captions of these scenes, in one of the ways to tell each, and what should be read from them."""
+    """Captions of these scenes with caption seed `way`, and their labels."""
     seen = [sample_scene(s) for s in scenes]
     texts = [caption(s, way) for s in seen]
     wanted = torch.tensor([answers(s, t) for s, t in zip(seen, texts, strict=True)])
@@ -115,7 +116,7 @@ def losses(net: nn.Module, batch: Lesson) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def accuracy(net: Reader, batch: Lesson) -> dict[str, float]:
-    """Per slot, the share of captions that are read rightly."""
+    """For each slot, the share of captions whose label is predicted rightly."""
     said = net.eval()(batch.ids)
     out: dict[str, float] = {}
     for name, logits, wanted in zip(SLOTS, said, batch.wanted.T, strict=True):
@@ -126,7 +127,7 @@ def accuracy(net: Reader, batch: Lesson) -> dict[str, float]:
 
 
 def run(run: Run) -> None:
-    """Train the T5 with its questions; when done, measure what it reads and save it with its card."""
+    """Train the reader; when it is finished, measure its accuracy and save its T5 with its card."""
     shape, config = load_config(run.config_file, GeneratorConfig)
     out = run.out
     torch.set_num_threads(config.threads)
@@ -154,7 +155,7 @@ def run(run: Run) -> None:
 
 
 def t5_tokenizer(shape: GeneratorConfig, folder: Path) -> Any:
-    """The world's T5 tokenizer; trained once, then read from the run."""
+    """The world's T5 tokenizer; trained once and kept in the run's folder."""
     from transformers import T5Tokenizer
 
     if not folder.exists():
@@ -163,7 +164,7 @@ def t5_tokenizer(shape: GeneratorConfig, folder: Path) -> Any:
 
 
 def load_reader(path: Path, tokenizer: Any) -> Any:
-    """A T5 that `train reader` saved, if it splits text as this tokenizer does."""
+    """A T5 that the trainer `reader` saved; raises BadConfig if it was trained with another tokenizer."""
     from transformers import T5EncoderModel, T5Tokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""What every base model of the paper-doll world has: its shape, its data, its text encoders, its place in a run."""
+"""What the recipes of all base models share: config, batch, text encoders and the `Recipe` interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from guardpaint.errors import BadConfig
 PIXELS = 64
 FAMILIES = ("sd", "inpaint", "sdxl", "sd3", "flux")
 LONG_TEXT = {"sd3": 256, "flux": 512}
-"""T5 length of the pipelines unless `max_sequence_length` says otherwise."""
+"""T5 length of the pipelines unless `max_sequence_length` is given."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class GeneratorConfig:
     most_guidance: float = 6.0
     """Guidance values that a taught flux learns lie in [1, this]."""
     long_text: float = 0.0
-    """Share of steps with the T5 length which the family's pipeline takes by default."""
+    """Share of steps with the T5 length that the family's pipeline uses by default."""
     own_words: bool = False
-    """flux: its T5 goes on learning. In an sd3 model the CLIP texts tell nearly everything, the T5 next to nothing."""
+    """Flux: keep training the T5 that it took over. An sd3 model gets nearly all of the text from CLIP, not from T5."""
     focus: float = 0.0
-    """Extra weight of the loss where figures are. The best answer stays the same; it is reached there first."""
+    """Extra loss weight where figures are. The optimum stays the same, but is reached there first."""
     hard: float = 0.0
     """Share of every batch drawn from scenes that are hard to draw (see focus.py)."""
 
@@ -80,7 +80,7 @@ class GeneratorConfig:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data, drawn from (seed, step) alone."""
+    """The data of one step; it depends only on the seed and the step."""
 
     z: Float[Tensor, "b c h w"]
     eps: Float[Tensor, "b c h w"]
@@ -94,9 +94,9 @@ class Batch:
     long: bool
     """Pad the T5 text to the pipeline's default length in this step."""
     guidance: Float[Tensor, " b"]
-    """Stratified in [0, 1): how strong the guidance is that a taught model follows."""
+    """Stratified in [0, 1): the strength of the teacher's guidance."""
     weight: Float[Tensor, "b 1 h w"] | None = None
-    """What each latent counts, 1 on average; None: all alike."""
+    """Loss weight of each latent, 1 on average; None weighs all the same."""
 
     def mean_of(self, error: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
         """Weighted mean of every sample's squared error."""
@@ -107,27 +107,27 @@ class Recipe(nn.Module, ABC):
     """A trainable base model."""
 
     settings: dict[str, Any]
-    """What to call the finished pipeline with."""
+    """Call settings of the finished pipeline."""
 
     @abstractmethod
     def losses(self, batch: Batch) -> dict[str, Tensor]: ...
 
     @abstractmethod
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
-        """The diffusers pipeline of these parts, progress bar off."""
+        """The diffusers pipeline of these parts, with its progress bar off."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         return self.losses(batch)
 
     def adopt(self, pipe: Any) -> None:
-        """Take over from a finished pipeline what this recipe can use."""
+        """Take over the weights of a finished pipeline that this recipe can use."""
         raise BadConfig(f"{type(self).__name__} cannot start from {type(pipe).__name__}")
 
     adopted: tuple[nn.Module, ...] = ()
-    """Parts taken over as they are: used, not trained, and stored once for both models."""
+    """Parts that were taken over unchanged: they are not trained, and are stored once for both models."""
 
     def read_with(self, text: Any) -> None:
-        """Take a T5 that can already read."""
+        """Take over a T5 that the trainer `reader` trained."""
         raise BadConfig(f"{type(self).__name__} does not start with a reader; flux does")
 
     def learn_from(self, pipe: Any) -> None:
@@ -181,7 +181,7 @@ def t5_ids(batch: Batch, family: str) -> Int[Tensor, "b m"]:
 
 @torch.no_grad()
 def take(mine: nn.Module, theirs: nn.Module) -> int:
-    """Copy what has the same name and shape; returns how many tensors that were."""
+    """Copy the tensors that have the same name and shape; return how many there were."""
     own, taken = mine.state_dict(), 0
     for name, value in theirs.state_dict().items():
         if name in own and own[name].shape == value.shape:

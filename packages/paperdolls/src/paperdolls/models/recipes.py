@@ -14,7 +14,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {"sd": Sd, "inpaint": Inpaint, "sdxl
 
 
 def build(config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int, seed: int) -> Recipe:
-    """A random-initialised recipe, by seed."""
+    """The recipe of the config's family, initialised at random by seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return RECIPES[config.family](config, vocab, other_vocab, channels, size)

@@ -1,4 +1,4 @@
-"""Finished pipelines that teach a flow model what they say under classifier-free guidance."""
+"""Finished pipelines as teachers of a flow model: their predictions under classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SD3, FLUX = sd3.SD3(), flux.Flux()
 
 
 def sd3_texts(encoders: tuple[Any, Any, Any], ids: Int[Tensor, "b l"], other_ids: Int[Tensor, "b m"]) -> Text:
-    """CLIP states side by side, then T5's; pooled CLIP texts."""
+    """The text inputs of an SD 3 transformer: the states of both CLIPs and of T5, and the pooled CLIP texts."""
     first, second = (e(ids, output_hidden_states=True) for e in encoders[:2])
     states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
     states = torch.cat([states, encoders[2](other_ids)[0]], 1)
@@ -32,7 +32,7 @@ def sd3_texts(encoders: tuple[Any, Any, Any], ids: Int[Tensor, "b l"], other_ids
 def sd3_velocity(
     net: Any, z: Float[Tensor, "b c h w"], sigma: Float[Tensor, " b"], text: Text
 ) -> Float[Tensor, "b c h w"]:
-    """What an SD 3 transformer, in training or finished, says without guidance."""
+    """The velocity that an SD 3 transformer predicts without guidance."""
     return SD3.output(net, z, SD3.time(sigma), {"encoder_hidden_states": text[0], "pooled_projections": text[1]})
 
 
@@ -43,7 +43,7 @@ def flux_velocity(
     text: Text,
     guidance: Float[Tensor, " b"],
 ) -> Float[Tensor, "b c h w"]:
-    """What a FLUX transformer, in training or finished, says of unpacked latents; guidance is its distilled input."""
+    """The velocity that a FLUX transformer predicts for unpacked latents; `guidance` is its distilled input."""
     states = {"encoder_hidden_states": text[0], "pooled_projections": text[1], "guidance": guidance}
     return FLUX.output(net, z, FLUX.time(sigma), states)
 
@@ -107,7 +107,7 @@ class Sd3Teacher(FlowTeacher):
 
 
 class FluxTeacher(FlowTeacher):
-    """A FluxPipeline trained on scenes; its distilled guidance stays at 1, where it has learned nothing of guidance."""
+    """A FluxPipeline trained on scenes. Its distilled guidance stays at 1, the only value that it was trained with."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe, self.text, self.text2 = pipe, pipe.text_encoder, pipe.text_encoder_2
@@ -125,8 +125,8 @@ class FluxTeacher(FlowTeacher):
 class SdTeacher:
     """A StableDiffusionPipeline (ε, diffusion) in the student's latent space.
 
-    A latent (1 − σ)·x + σ·ε of the student's straight line is, up to a factor, one of the teacher's
-    √ᾱ·x + √(1 − ᾱ)·ε with the same ratio of noise to signal; above its largest ratio, at its last timestep.
+    A latent (1 − σ)·x + σ·ε of the student is, up to a factor, the teacher's latent √ᾱ·x + √(1 − ᾱ)·ε with the same
+    ratio of noise to signal. Above the teacher's largest ratio its last timestep is used.
     """
 
     def __init__(self, pipe: Any) -> None:

@@ -1,4 +1,4 @@
-"""Train a tiny autoencoder (AutoencoderTiny) on the latents of a full one: cheap views for audits.
+"""Train a tiny autoencoder (AutoencoderTiny) on the latents of a full one; the guard decodes cheap views with it.
 
 guardpaint train tiny4 --out runs/tiny4
 """
@@ -24,12 +24,12 @@ FIRST = TRAIN_SEEDS + 3_000_000
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Widths and blocks per level, coarse to fine, the same in both directions."""
+    """Width and number of blocks of each level, coarse to fine, for both encoder and decoder."""
 
     channels: tuple[int, ...] = (24, 24, 24)
     blocks: tuple[int, ...] = (2, 1, 1)
     noise: float = 0.15
-    """Latents are disturbed up to this much, as those of an unfinished image are."""
+    """Largest standard deviation of the noise on the latents, which imitates those of unfinished pictures."""
 
 
 def build(config: TinyConfig, latent_channels: int, seed: int) -> Any:
@@ -49,7 +49,7 @@ def build(config: TinyConfig, latent_channels: int, seed: int) -> Any:
 def imitation(
     model: Any, images: Float[Tensor, "b 3 H W"], z: Float[Tensor, "b c h w"], disturbed: Float[Tensor, "b c h w"]
 ) -> dict[str, Tensor]:
-    """Decode the teacher's latents to the picture, encode the picture to the teacher's latents."""
+    """The losses of decoding the teacher's latents to the picture and of encoding the picture to those latents."""
     out = model.decode(disturbed).sample
     gap = out - images
     edge = (out.diff(dim=-1) - images.diff(dim=-1)).abs().mean() + (out.diff(dim=-2) - images.diff(dim=-2)).abs().mean()
@@ -67,7 +67,7 @@ def quality(model: Any, vae: Any, images: Float[Tensor, "b 3 H W"]) -> Float[Ten
 
 @torch.no_grad()
 def latents(vae: Any, images: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
-    """As a pipeline holds them: shifted and scaled."""
+    """The latents of pictures as a pipeline holds them, shifted and scaled."""
     return (vae.encode(images).latent_dist.mode() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 

@@ -58,7 +58,7 @@ class Sd(Recipe):
         return self.weighted(out, batch, t)
 
     def adopt(self, pipe: Any) -> None:
-        """A finished mini-sd's network and words. Inputs it does not have (mask, pooled text) start without effect."""
+        """Take over a finished UNet and text encoder. Inputs that it lacks (mask, pooled text) start without effect."""
         if not hasattr(pipe, "unet"):
             return super().adopt(pipe)
         widen(self.unet, pipe.unet)
@@ -104,7 +104,7 @@ class Inpaint(Sd):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if batch.mask is None or batch.masked is None:
-            raise BadConfig("an inpainter trains on masked scenes: encode them with masks")
+            raise BadConfig("the scenes of an inpainter need masks: encode them with `masks` of at least 1")
         t, noisy = self.noised(batch)
         states = self.text(batch.ids).last_hidden_state
         both = torch.cat([noisy, batch.mask, batch.masked], 1).contiguous(memory_format=torch.channels_last)
@@ -121,7 +121,7 @@ class Sdxl(Sd):
         self.text2 = clip_text(config, vocab, projection=True)
 
     def adopt(self, pipe: Any) -> None:
-        """A mini-sd's network and words, or everything of another mini-sdxl."""
+        """Take over a mini-sd's UNet and text encoder, or everything of another mini-sdxl."""
         super().adopt(pipe)
         if hasattr(pipe, "text_encoder_2"):
             self.text2.load_state_dict(pipe.text_encoder_2.float().state_dict())
@@ -168,7 +168,7 @@ class Sdxl(Sd):
 
 @torch.no_grad()
 def widen(net: nn.Module, source: nn.Module) -> None:
-    """Take over a network's weights; where `net` takes more inputs, the new ones start without effect."""
+    """Copy a network's weights into `net`; inputs that only `net` has start without effect."""
     for name, value in source.float().state_dict().items():
         target = net.get_parameter(name)
         if target.shape[0] != value.shape[0] or target.dim() != value.dim():

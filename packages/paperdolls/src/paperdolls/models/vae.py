@@ -22,9 +22,9 @@ from paperdolls.render import render
 from paperdolls.scene import sample_scene
 
 TRAIN_SEEDS, TEST_SEEDS = 10_000_000, 20_000_000
-"""Scene seeds of training and of held-out data start here."""
+"""First scene seeds of training and of held-out data."""
 UNSEEN = 5_000_000
-"""A warm-started run trains on scenes this far on, which the first run has not seen."""
+"""A warm-started run starts this many seeds later, so that its scenes are new."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class VaeConfig:
     chroma: float = 0.0
     """Weight of the opponent-colour loss, which keeps a pink garment from turning into skin."""
     contrast: float = 0.0
-    """How much more a pixel counts that stands out from its surroundings: figures over backdrops."""
+    """Extra weight of pixels that stand out from their surroundings, such as figures before a backdrop."""
 
 
 def build(config: VaeConfig, seed: int) -> Any:
-    """AutoencoderKL, factor 2^(levels − 1)."""
+    """A random AutoencoderKL that scales down by 2^(levels − 1)."""
     from diffusers import AutoencoderKL
 
     levels = len(config.channels)
@@ -133,7 +133,7 @@ def train(shape: VaeConfig, config: TrainConfig, run: Run, warm: Path | None = N
 
 @torch.no_grad()
 def take_over(model: Any, old: Any) -> None:
-    """Weights of an autoencoder with as many levels or fewer; new, coarser levels go in beside its coarsest one."""
+    """Copy the weights of an autoencoder with as many levels or fewer; additional levels are the coarsest ones."""
     more = len(model.config.block_out_channels) - len(old.config.block_out_channels)
     own = model.state_dict()
     for name, value in old.state_dict().items():
@@ -143,14 +143,17 @@ def take_over(model: Any, old: Any) -> None:
         if name in own and own[name].shape == value.shape:
             own[name].copy_(value)
         elif not more:
-            raise BadCheckpoint(f"the autoencoder to start from has another shape: {name} is {tuple(value.shape)}")
+            raise BadCheckpoint(
+                f"the autoencoder to start from has another shape: {name} is {tuple(value.shape)}; "
+                "use the `model` section of its config"
+            )
 
 
 @torch.no_grad()
 def latent_statistics(
     model: Any, count: int = 512
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, "c c"], Float[Tensor, "c c"]]:
-    """Over training scenes: mean and covariance of the latents, and what a change of each does to the picture."""
+    """Mean and covariance of the latents of training scenes, and the effect of a change of each on the picture."""
     images = [scenes(TRAIN_SEEDS + i * 32, 32) for i in range(count // 32)]
     z = torch.cat([model.encode(x).latent_dist.mode() for x in images])
     c = z.shape[1]
@@ -168,7 +171,7 @@ def latent_statistics(
 
 @torch.no_grad()
 def posterior_variance(model: Any) -> Float[Tensor, " c"]:
-    """How much noise the posterior has in every channel, over training scenes."""
+    """The posterior's variance in every channel, averaged over training scenes."""
     return (model.encode(scenes(TRAIN_SEEDS, 32)).latent_dist.std ** 2).mean((0, 2, 3))
 
 
@@ -180,11 +183,11 @@ def balance_latents(
     effect: Float[Tensor, "c c"],
     floor: float = 1e-3,
 ) -> None:
-    """Fold a linear change of latents into the 1×1 convolutions around them: pictures stay the same.
+    """Fold a linear change of the latents into the 1×1 convolutions around them; decoded pictures stay the same.
 
-    Components are ordered by what they contribute to the picture; the square root of that is their variance, and the
-    mean variance is one. What hardly matters comes out small, so that no denoiser spends itself on it. The posterior's
-    variance becomes one number per component.
+    Components are ordered by their contribution to the picture. The variance of each becomes proportional to the square
+    root of its contribution, with mean one, so that a denoiser does not spend capacity on components that hardly
+    matter. The posterior's variance becomes one number per component.
     """
     value, vectors = torch.linalg.eigh(effect.double())
     root = vectors @ torch.diag(value.clamp_min(floor * float(value.max())).sqrt()) @ vectors.T
@@ -208,7 +211,7 @@ def balance_latents(
 
 
 def load_autoencoder(path: Path) -> Any:
-    """A saved autoencoder, ready to encode: fp32, frozen, channels last."""
+    """A saved autoencoder in fp32, frozen, channels last."""
     from diffusers import AutoencoderKL
 
     try:
