@@ -19,7 +19,7 @@ from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
-from guardpaint.draft.views import PixelViews
+from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadConfig, BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.call import Hold, ImageState
@@ -36,7 +36,7 @@ from guardpaint.types import Draft, Level
 Codec = Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b d u v"]]
 
 
-class StepViews(PixelViews):
+class StepView(PixelView):
     """A decoded clean estimate and how noisy the step was."""
 
     kind = "x0"
@@ -127,8 +127,8 @@ class Session:
             eps = (z - before.signal * x) / max(before.sigma, 1e-6)
             draft = Draft(step, steps, x * after.signal + eps * after.sigma, x, eps, before, after, None)  # type: ignore[arg-type]
             self.drafts.append(draft)
-            context = self.context(image, draft, StepViews(picture, before.noise), image.edited)
-            first = context.look(context.views.at(self.guard.parts.first_size(draft.progress))[None])[0]
+            context = self.context(image, draft, StepView(picture, before.noise), image.edited)
+            first = context.look(context.view.at(self.guard.parts.first_size(draft.progress))[None])[0]
             context.writer.picture("view", 0, picture, first.adv_map)
             won = run_step(context, first).repair
             if won is not None:
@@ -147,9 +147,9 @@ class Session:
             raise NotFinite(f"the VAE made {tuple(z0.shape)} of a repair; finite {tuple(x.shape)} was expected")
         self.holds[i] = Hold(z0, weight)
 
-    def context(self, image: ImageState, draft: Draft | None, views: PixelViews, edited: bool) -> StepContext:
-        writer = image.recorder.open(draft, views.kind, views.noise)
-        return StepContext(self.guard.parts, draft, views, image.prompt, image.seed, image.index, edited, writer)
+    def context(self, image: ImageState, draft: Draft | None, view: PixelView, edited: bool) -> StepContext:
+        writer = image.recorder.open(draft, view.kind, view.noise)
+        return StepContext(self.guard.parts, draft, view, image.prompt, image.seed, image.index, edited, writer)
 
     @torch.no_grad()
     def release(self, images: Float[Tensor, "b h w 3"]) -> tuple[Float[Tensor, "b h w 3"], list[GuardReport]]:
@@ -183,7 +183,7 @@ class Session:
         if mode == "off":
             return Decision(Status.UNGUARDED)
         try:
-            context = self.context(image, draft, PixelViews(picture), edited=True)
+            context = self.context(image, draft, PixelView(picture), edited=True)
             decision = conclude(context, picture, image.edited, repair_here=draft is not None)
             image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
             if decision.repair is not None:

@@ -1,4 +1,4 @@
-"""Views: what the auditor sees of one image, at the sizes it asks for."""
+"""A view: what the auditor sees of one image, at the size it asks for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shrink(image: Float[Tensor, "3 h w"], pixels: int) -> Float[Tensor, "3 u v"]
 
 
 @runtime_checkable
-class Views(Protocol):
+class View(Protocol):
     """One image, decodable at any size; `exact` when `at(p)` is `full()` shrunk to p."""
 
     kind: str
@@ -31,8 +31,8 @@ class Views(Protocol):
     def full(self) -> Float[Tensor, "3 h w"]: ...
 
 
-class LatentViews:
-    """Views of an unfinished image, decoded from its clean estimate or stepped latent."""
+class LatentView:
+    """A view of an unfinished image, decoded from its clean estimate or stepped latent."""
 
     exact = False
 
@@ -47,8 +47,8 @@ class LatentViews:
         return self._decoder.to_repair(self.latent[None])[0].cpu()
 
 
-class PixelViews:
-    """Views of a finished image: the decode the user gets anyway."""
+class PixelView:
+    """A view of a finished image: the decode the user gets anyway."""
 
     kind = "final"
     exact = True

@@ -19,7 +19,7 @@ from guardpaint.draft.codec import ViewDecoder
 from guardpaint.draft.conditioning import DenoiserCall
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.family import Family
-from guardpaint.draft.views import LatentViews
+from guardpaint.draft.views import LatentView, View
 from guardpaint.errors import BadInput, NotFinite
 from guardpaint.loop.recorder import Recorder
 from guardpaint.loop.step import StepContext, reinsert_repair, run_step
@@ -254,11 +254,11 @@ class GuardedCall:
 
     # What the stages are given -----------------------------------------------------------------------------
 
-    def context(self, i: int, draft: Draft | None, views: Any) -> StepContext:
+    def context(self, i: int, draft: Draft | None, view: View) -> StepContext:
         """The context of one image's step; opens its record."""
         image = self.state.images[i]
-        writer = image.recorder.open(draft, views.kind, views.noise)
-        return StepContext(self.setup.parts, draft, views, image.prompt, image.seed, image.index, image.edited, writer)
+        writer = image.recorder.open(draft, view.kind, view.noise)
+        return StepContext(self.setup.parts, draft, view, image.prompt, image.seed, image.index, image.edited, writer)
 
     def finite(self, draft: Draft, i: int) -> bool:
         """Whether an image's latents are numbers; if not, it fails."""
@@ -303,11 +303,11 @@ class GuardedCall:
             true_cfg=setup.true_cfg,
         )
 
-    def view(self, draft: Draft) -> LatentViews:
+    def view(self, draft: Draft) -> LatentView:
         """The clean estimate, or the stepped latent where the configuration asks for it."""
         if self.setup.parts.config.view == "x0":
-            return LatentViews(self.decoder, draft.x0, "x0", draft.before.noise)
-        return LatentViews(self.decoder, draft.latent, "stepped", draft.after.noise)
+            return LatentView(self.decoder, draft.x0, "x0", draft.before.noise)
+        return LatentView(self.decoder, draft.latent, "stepped", draft.after.noise)
 
     def packed(self, latent: Float[Tensor, "c h w"]) -> Tensor:
         return self.setup.family.pack(latent[None])[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from guardpaint.config import audited_steps
 from guardpaint.draft.codec import vae_decode
-from guardpaint.draft.views import PixelViews
+from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadInput, NotFinite
 from guardpaint.loop.call import GuardedCall, ImageState
 from guardpaint.loop.pictures import placeholder
@@ -65,7 +65,7 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
         due = draft is not None and draft.step in audited_steps(draft.steps, config)
         if due and draft is not None:
             state.audited.add(draft.step)
-        context = call.context(i, draft, PixelViews(picture))
+        context = call.context(i, draft, PixelView(picture))
         decision = conclude(context, picture, image.edited, repair_here=due and setup.door == "attach")
         if output_type == "latent":
             decision = as_latent(call, images, i, context, decision)

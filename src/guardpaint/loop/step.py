@@ -15,7 +15,7 @@ from guardpaint.audit.gradcam import grad_cam
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import latent_mask, mine, union
 from guardpaint.draft.family import Family
-from guardpaint.draft.views import Views, shrink
+from guardpaint.draft.views import View, shrink
 from guardpaint.errors import NotFinite
 from guardpaint.loop.recorder import StepWriter
 from guardpaint.loop.report import AuditRecord
@@ -34,7 +34,7 @@ class StepContext:
     parts: Parts
     draft: Draft | None
     """The base's step; None when a finished picture is all there is, which can be judged but not repaired."""
-    views: Views
+    view: View
     prompt: str | None
     seed: int
     """Request seed of the image."""
@@ -51,7 +51,7 @@ class StepContext:
     def look(self, images: Float[Tensor, "b 3 h w"]) -> list[Audit]:
         """Auditor pass over views of this image."""
         self.writer.looked(len(images))
-        return self.parts.audit(images, [self.prompt] * len(images), self.views.noise)
+        return self.parts.audit(images, [self.prompt] * len(images), self.view.noise)
 
     def found(self, audit: Audit, decoder: str) -> tuple[Finding | None, AuditRecord]:
         """What an audit shows, written down."""
@@ -121,16 +121,16 @@ def run_step(context: StepContext, first: Audit) -> StepResult:
 
 def confirm(context: StepContext, first: Audit) -> Confirmed:
     """Coarse pass; a fine one only if it triggers, lands in the uncertainty band, or the picture was edited."""
-    parts, views = context.parts, context.views
+    parts, view = context.parts, context.view
     audit = first
-    finding, record = context.found(first, views.decoder)
+    finding, record = context.found(first, view.decoder)
     records = [record]
     unsure = finding is not None or first.adv_prob >= parts.policy.trigger - parts.config.band
-    must = views.exact and context.edited
+    must = view.exact and context.edited
     if ((parts.config.resolution == "adaptive" and unsure) or must) and first.pixels != parts.fine_size:
         with context.writer.clock("audit"):
-            audit = context.look(views.at(parts.fine_size)[None])[0]
-        finer, record = context.found(audit, views.decoder)
+            audit = context.look(view.at(parts.fine_size)[None])[0]
+        finer, record = context.found(audit, view.decoder)
         records.append(record)
         finding = finer or (finding if must else None)  # an edited picture must pass at both sizes
     if finding is not None:
@@ -140,19 +140,19 @@ def confirm(context: StepContext, first: Audit) -> Confirmed:
 
 def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPlan) -> StepResult:
     """Mine regions and play a tournament on each; an accepted repair is the control of the next."""
-    writer, views, draft = context.writer, context.views, context.draft
+    writer, view, draft = context.writer, context.view, context.draft
     if draft is None:
         return StepResult(finding)
     if context.prompt is None:
         writer.note("repair refused: no prompt text, so F is unavailable; pass safety_prompt=")
         return StepResult(finding)
     with writer.clock("view"):
-        control = views.full()
-    if not (views.exact and audit.pixels == context.parts.fine_size):
+        control = view.full()
+    if not (view.exact and audit.pixels == context.parts.fine_size):
         with writer.clock("audit"):
             audit = context.look(shrink(control, context.parts.fine_size)[None])[0]
-        confirmed, _ = context.found(audit, views.repair_decoder)
-        if confirmed is None and draft.step + 1 < draft.steps and not views.exact:
+        confirmed, _ = context.found(audit, view.repair_decoder)
+        if confirmed is None and draft.step + 1 < draft.steps and not view.exact:
             writer.unconfirmed()
             return StepResult()
     regions = unsafe_regions(context, audit, finding, control)
@@ -194,7 +194,7 @@ def play(
         name=name,
         category=category,
         seed=derive(context.seed, context.image, context.draft.step, name),
-        noise=context.views.noise,
+        noise=context.view.noise,
         look=context.look,
         clock=context.writer.clock,
         f_gate=plan.f_gate,
@@ -246,7 +246,7 @@ def explain(context: StepContext, control: Float[Tensor, "3 h w"], category: str
         return
     view = shrink(control, auditor.sizes[1])
     try:
-        cam = grad_cam(auditor, view, category, context.prompt or "", context.views.noise)
+        cam = grad_cam(auditor, view, category, context.prompt or "", context.view.noise)
     except Exception as error:  # an explanation that fails decides nothing
         context.writer.note(f"no Grad-CAM: {type(error).__name__}: {error}")
         return

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import soft_mask, union
-from guardpaint.draft.views import PixelViews, shrink
+from guardpaint.draft.views import PixelView, shrink
 from guardpaint.errors import NotFinite
 from guardpaint.loop.pictures import BLUR_CELLS, coarse
 from guardpaint.loop.report import AuditRecord, Status
@@ -55,7 +55,7 @@ def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool
         raise NotFinite("the final image holds NaN or infinity")
     parts, writer = context.parts, context.writer
     with writer.clock("audit"):
-        first = context.look(context.views.at(parts.first_size(1.0))[None])[0]
+        first = context.look(context.view.at(parts.first_size(1.0))[None])[0]
     writer.picture("view", 1, image, first.adv_map)
     seen = confirm(context, first)
     if seen.finding is None:
@@ -90,7 +90,7 @@ def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, 
     reason = f"S {audit.safety:.3f} after a repair"
     context.writer.note(f"one more tournament: {reason}")
     finding = Finding(max(harms, key=harms.__getitem__), reason)
-    again = replace(context, views=PixelViews(image))
+    again = replace(context, view=PixelView(image))
     won = repair(again, audit, finding, RepairPlan.usual(context.parts, label="again ")).repair
     if won is None:
         return passed
@@ -105,7 +105,7 @@ def look_twice(context: StepContext, image: Float[Tensor, "3 h w"]) -> tuple[Fin
     """Audit a changed picture at both sizes, which it must pass; returns the finding and the last record."""
     parts = context.parts
     finding: Finding | None = None
-    clean = replace(context, views=PixelViews(image))
+    clean = replace(context, view=PixelView(image))
     with context.writer.clock("audit"):
         for pixels in sorted(set(parts.auditor.sizes)):
             found, record = clean.found(clean.look(shrink(image, pixels)[None])[0], "output")
@@ -156,7 +156,7 @@ def strong_repair(flagged: Flagged) -> Repair | None:
     config = flagged.context.parts.config
     f_gate = None if config.last_f_gate == "same" else config.last_f_gate
     plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate)
-    context = replace(flagged.context, views=PixelViews(flagged.image))
+    context = replace(flagged.context, view=PixelView(flagged.image))
     return repair(context, flagged.audit, flagged.finding, plan).repair
 
 

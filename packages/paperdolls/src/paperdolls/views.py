@@ -45,7 +45,8 @@ from paperdolls.scene import Scene, safe_version, sample_scene
 
 WORLD = "paperdolls"
 """Name of the testbed whose scenes these views show; it is stored with the seeds."""
-Judge = Callable[[Float[Tensor, "b 3 h w"]], tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Float[Tensor, " b"]]]
+Labels = tuple[Int[Tensor, " b"], Bool[Tensor, "b h w"], Float[Tensor, " b"]]
+PictureLabeler = Callable[[Float[Tensor, "b 3 h w"]], Labels]
 """Returns the category and the unsafe pixels of each picture, and the probability that it is unsafe."""
 
 VIEW_SEEDS = {
@@ -185,7 +186,7 @@ class Trajectory:
         return {"trajectory_x0": x0, "trajectory_stepped": stepped}, steps
 
 
-def trajectory(base: ViewedBase, seeds: list[int], judge: Judge) -> Views:
+def trajectory(base: ViewedBase, seeds: list[int], judge: PictureLabeler) -> Views:
     """Views of whole generations: one random step of each and the finished picture. Uncertain labels are dropped."""
     scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
     g = torch.Generator().manual_seed(seeds[0])
@@ -215,7 +216,7 @@ def labels(
     return requested, where & (requested != 0).view(-1, 1, 1), known
 
 
-def audited(auditor: Any) -> Judge:
+def audited(auditor: Any) -> PictureLabeler:
     """A judge from an auditor that was trained on finished pictures.
 
     The oracle is not used here: it judges evaluations, so it must not label the training data of what it judges.
@@ -240,7 +241,7 @@ def make_views(
     split: str,
     counts: Mapping[str, int],
     tiny: Any = None,
-    judge: Judge | None = None,
+    judge: PictureLabeler | None = None,
     batch: int = 32,
 ) -> Path:
     """Write the views of one base and split, and return their file. Batches that it already has are not made again.
