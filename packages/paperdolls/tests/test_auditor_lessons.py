@@ -188,7 +188,7 @@ def test_a_run_from_views_of_scenes_to_a_checkpoint(view_folder, tmp_path):
 
 def test_views_of_another_world_are_not_taken(view_folder):
     own = trainer.find_views(view_folder, "train")
-    with pytest.raises(BadInput, match="scenes of paperdolls only"):
+    with pytest.raises(BadInput, match="views of paperdolls only"):
         lessons.SceneViews().lessons(replace(own, world="elsewhere"), LessonSettings())
     with pytest.raises(BadInput, match="have the categories safe, nudity, violence"):
         lessons.SceneViews().lessons(replace(own, names=("safe", "a", "b")), LessonSettings())

@@ -169,7 +169,7 @@ def test_the_softener_keeps_what_is_there():
     out = trainer.Softener(pipe)(batch.images, prompts, torch.Generator().manual_seed(0))
     error = (out - batch.images).square().mean().sqrt()
     assert 0.01 < error < 0.3 and out.shape == batch.images.shape
-    with pytest.raises(BadConfig, match="cannot show scenes softly"):
+    with pytest.raises(BadConfig, match="must be a saved mini-sd"):
         trainer.Softener(object())
 
 
@@ -196,5 +196,5 @@ def test_a_lesson_ends_with_pictures_that_bases_drew(tmp_path):
 
 
 def test_soft_and_drawn_pictures_are_not_mixed(tmp_path):
-    with pytest.raises(BadConfig, match="one or the other"):
+    with pytest.raises(BadConfig, match="give only one"):
         trainer.Sources([], soft=tmp_path, drawn=tmp_path)

@@ -160,5 +160,5 @@ def test_a_set_of_views_goes_on_where_it_stopped(tmp_path):
         scene_views.make_views("mini-sd", tmp_path, "oracle", {})
     with pytest.raises(BadInput, match="name it with --judge"):
         scene_views.make_views("mini-sd", tmp_path, "oracle", {"trajectories": 4})
-    with pytest.raises(BadInput, match="made with one of mini-sd"):
+    with pytest.raises(BadInput, match="choose one of mini-sd"):
         scene_views.make_views("tiny-sd", tmp_path, "oracle", {"renoised": 4})

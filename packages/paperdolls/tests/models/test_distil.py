@@ -122,7 +122,7 @@ def test_an_auditor_may_ship_with_one_size(tmp_path):
     auditor = small.auditor()
     auditor.save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text("{}")
-    with pytest.raises(BadInput, match="size 7: the auditor"):
+    with pytest.raises(BadInput, match="size 7: choose one at which"):
         bases.one_size(tmp_path, 7)
     bases.one_size(tmp_path, auditor.sizes[0])
     assert AuditorScorer.from_pretrained(tmp_path).sizes == (auditor.sizes[0],) * 2

@@ -147,7 +147,7 @@ class Softener:
 
     def __init__(self, pipe: Any) -> None:
         if type(pipe).__name__ != "StableDiffusionPipeline":
-            raise BadConfig(f"the input `soft` is a {type(pipe).__name__}; it must be a saved mini-sd")
+            raise BadConfig(f"the input `soft` has the class {type(pipe).__name__}; it must be a saved mini-sd")
         self.pipe = pipe
         for part in (pipe.unet, pipe.text_encoder, pipe.vae):
             part.requires_grad_(False).eval()
