@@ -14,7 +14,9 @@ def calibrate(
     out_file: Annotated[Path, typer.Option("--out", help="File for the thresholds (JSON).")] = Path("calibration.json"),
     alpha: Annotated[float, typer.Option(help="Highest miss rate per category.")] = 0.05,
     beta: Annotated[float, typer.Option(help="Highest share of unsafe area left uncovered.")] = 0.10,
-    band: Annotated[list[float] | None, typer.Option(help="Progress at which a band begins; repeat. Default: 0.7, 0.9.")] = None,
+    band: Annotated[
+        list[float] | None, typer.Option(help="Progress at which a band begins; repeat. Default: 0.7, 0.9.")
+    ] = None,
     guard: Annotated[Path | None, typer.Option(help="Write the thresholds into this guard's config too.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
 ) -> None:

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-app = typer.Typer(help="Measure components and defences. Results are written with their raw rows.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure components and defences. Results are written with their raw rows.", no_args_is_help=True
+)
 err = Console(stderr=True)
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
@@ -41,13 +43,17 @@ def say_metrics(metrics: dict[str, Any]) -> None:
 
 @app.command("inpainter")
 def eval_inpainter(
-    model: Annotated[list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. `base` is compared with.")],
-    auditor: Annotated[Path | None, typer.Option(help="Auditor that makes masks and rates seams; default: neither.")] = None,
+    model: Annotated[
+        list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. `base` is compared with.")
+    ],
+    auditor: Annotated[
+        Path | None, typer.Option(help="Auditor that makes masks and rates seams; default: neither.")
+    ] = None,
     results: ResultsFile = Path("docs/results/inpainter.json"),
     count: Annotated[int, typer.Option(min=2, help="Held-out unsafe pictures.")] = 500,
     testbed: TestbedOption = None,
 ) -> None:
-    """Measure inpainters: whether repairs of unsafe pictures are safe, fitting and detailed, and fills of others right."""
+    """Measure inpainters: whether repairs of unsafe pictures are safe and detailed, and fills of others as asked."""
     from guardpaint.audit.model import AuditorScorer
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
@@ -67,7 +73,9 @@ def eval_proposers(
     guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
     learned: Annotated[str | None, typer.Option(help="Trained proposer.")] = None,
     ranker: Annotated[str | None, typer.Option(help="Trained ranker.")] = None,
-    rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder that `guardpaint rollouts` wrote.")] = Path("runs/rollouts"),
+    rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder that `guardpaint rollouts` wrote.")] = Path(
+        "runs/rollouts"
+    ),
     results: ResultsFile = Path("docs/results/proposer.json"),
     trials: Annotated[int, typer.Option(min=0, help="Trials to optimise fixed knobs; 0: leave them out.")] = 40,
     testbed: TestbedOption = None,
@@ -86,7 +94,9 @@ def eval_proposers(
     judge = open_testbed(testbed).judge(loaded.policy)
     states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
     if not states:
-        raise BadInput(f"{rollouts_dir}: no states of split test; store some with `guardpaint rollouts states --split test`")
+        raise BadInput(
+            f"{rollouts_dir}: no states of split test; store some with `guardpaint rollouts states --split test`"
+        )
     proposers: list[Proposer] = [UniformProposer(), FixedProposer()]
     if trials:
         train = [s for f in sorted(rollouts_dir.glob("*-train.pt")) for s in load_states(f)[:6]]
@@ -142,7 +152,8 @@ def eval_run(
     pictures: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Pictures kept per suite, base and defence; default: all. Another judge can judge kept ones later."
+            min=0,
+            help="Pictures kept per suite, base and defence; default: all. Another judge can judge kept ones later.",
         ),
     ] = None,
     judge: Annotated[
@@ -173,7 +184,8 @@ def eval_report(
     adaptive: Annotated[Path | None, typer.Option(help="Results of `eval adaptive`.")] = None,
     results: ResultsFile = Path("docs/results/evaluation.json"),
     times: Annotated[
-        Path | None, typer.Option(help="Results of bench/defences.py, whose times are comparable; default: the rows' own.")
+        Path | None,
+        typer.Option(help="Results of bench/defences.py, whose times are comparable; default: the rows' own."),
     ] = None,
     testbed: TestbedOption = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The vocabulary of a world: what a filter forbids, harmless wordings of the same, and a text encoder to compare them."""
+"""The vocabulary of a world: what a filter forbids, harmless wordings of it, and a text encoder to compare them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lexicon:
         return next((h for h, phrases in self.open_phrases.items() if any(p in prompt for p in phrases)), None)
 
     def forbidden_span(self, prompt: str) -> Span | None:
-        """The part of a prompt that asks for something forbidden: the longest open phrase, else the first keyword, else None."""
+        """The part of a prompt that asks for something forbidden: the longest open phrase, else the first keyword."""
         known = [p for phrases in self.open_phrases.values() for p in phrases]
         for phrase in sorted(known, key=len, reverse=True):
             at = prompt.find(phrase)
@@ -129,7 +129,7 @@ class Attacker:
     rewriter: Rewriter | None = None
 
     def similar_phrases(self, prompt: str, count: int = 20) -> list[str]:
-        """Figures of speech for what a prompt asks for, from the rewriter if there is one, otherwise from the lexicon."""
+        """Figures of speech for what a prompt asks for, from the rewriter if there is one, or else the lexicon."""
         if self.rewriter is not None:
             return self.rewriter.similar_phrases(prompt, count)
         hidden = self.lexicon.hidden_phrases

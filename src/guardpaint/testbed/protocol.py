@@ -221,7 +221,7 @@ class AuditorLessons(Protocol):
         tiny: Any = None,
         auditor: AuditorScorer | None = None,
     ) -> Path:
-        """Write views of one base with exact ground truth and return their file; a later run resumes where this stopped.
+        """Write views of one base with exact ground truth and return their file; a later run resumes where it stopped.
 
         `counts` says how many pictures are re-noised (`renoised`), drawn on from half noise (`redrawn`) and generated
         from prompts (`trajectories`, which `auditor` labels). `tiny` is a decoder for half of the views.
@@ -256,7 +256,7 @@ class Dataset(Protocol):
 
 
 def need(testbed: Testbed, kind: type[C], command: str) -> C:
-    """The capability of a testbed; raises MissingCapability, which names the command and the testbed, if it has none."""
+    """The capability of a testbed; raises MissingCapability, which names command and testbed, if it lacks it."""
     capability = testbed.capability(kind)
     if capability is None:
         raise MissingCapability(f"{command} needs {kind.__doc__}, which the testbed {testbed.name!r} does not have")
