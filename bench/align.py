@@ -1,8 +1,8 @@
-"""One real training step of each alignment stage at full SD-1.5-inpainting size, on the CPU, random weights.
+"""Run one training step of each alignment stage at full SD-1.5-inpainting size, on the CPU with random weights.
 
     python bench/align.py        (adds its rows to docs/results/inpainter.json)
 
-Each stage runs in a process of its own, so that its peak resident memory is its own; beside it stands the estimate
+Each stage runs in its own process, so that peak resident memory is measured per stage. The rows also hold the estimate
 that `guardpaint train` prints before it starts.
 """
 
@@ -31,7 +31,7 @@ BATCH = 2
 
 
 def one_step(method: str, pixels: int) -> dict[str, float | str]:
-    """Build, take one step on a safe and an unsafe row, and say what it took."""
+    """Build the model, take one step on a safe and an unsafe row, and return its time and memory."""
     torch.manual_seed(0)
     unet = UNet2DConditionModel(sample_size=64, in_channels=9, cross_attention_dim=768)
     text = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
@@ -77,8 +77,8 @@ def main() -> None:
     rows = []
     for method in METHODS:
         command = [sys.executable, __file__, "--stage", method, "--pixels", str(args.pixels)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        process = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows.append(json.loads(process.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
     kept = [r for r in read_rows(args.out) if r["part"] != FULLSIZE]
     kept += [{"part": FULLSIZE, "git": REVISION, **r} for r in rows]

@@ -1,5 +1,4 @@
-"""Count the calls of one flagged step: how many functions of the package run, in how many files, with how many changes
-of file between a caller and what it calls.
+"""Count the calls in one flagged step: functions of the package that run, their files, and calls between files.
 
 python bench/callpath.py
 
@@ -24,7 +23,7 @@ try:
     from guardpaint.guard import GuardPaint
     from guardpaint.testing import small
     from guardpaint.testing.doubles import FlagsBright, PaintsFlat
-except ImportError:  # revisions before the rooms were made
+except ImportError:  # earlier revisions, to compare with
     from guardpaint import tiny as small  # type: ignore[attr-defined,no-redef]
     from guardpaint.doubles import FlagsBright, PaintsFlat  # type: ignore[import-not-found,no-redef]
     from guardpaint.system import GuardPaint  # type: ignore[import-not-found,no-redef]
@@ -59,6 +58,7 @@ class Trace:
 
 
 def traced(run: Callable[[], Any]) -> Trace:
+    """The calls that are made while `run` is called."""
     trace = Trace()
     sys.setprofile(trace)
     try:
@@ -72,12 +72,12 @@ def main() -> None:
     guard = GuardPaint(FlagsBright(), PaintsFlat()).configured(regions=1)
     twin = guard.attach(small.pipeline("sd"))
     call = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "pt"}
-    found = traced(lambda: twin("a quiet street", generator=torch.Generator().manual_seed(1), **call))
-    files = sorted({Path(f).relative_to(ROOT).as_posix() for _, f, _ in found.calls})
-    functions = {(f, name) for _, f, name in found.calls}
-    hops = [(a, b) for a, b, _ in found.calls if a != b]
+    trace = traced(lambda: twin("a quiet street", generator=torch.Generator().manual_seed(1), **call))
+    files = sorted({Path(f).relative_to(ROOT).as_posix() for _, f, _ in trace.calls})
+    functions = {(f, name) for _, f, name in trace.calls}
+    hops = [(a, b) for a, b, _ in trace.calls if a != b]
     summary = {
-        "calls": len(found.calls),
+        "calls": len(trace.calls),
         "functions": len(functions),
         "files": len(files),
         "hops_between_files": len(hops),

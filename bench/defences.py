@@ -1,9 +1,9 @@
-"""What every defence costs, one picture at a time, all of them side by side in one run: docs/results/defences.json.
+"""Measure the time of every defence, one picture at a time, side by side in one run: docs/results/defences.json.
 
     python bench/defences.py [--attacks runs/attacks] [--prompts 10] [--base mini-sd --base mini-flux]
 
-Each prompt goes through every defence before the next one does, in an order drawn anew each time, so that whatever
-else the machine does meets all of them alike. Ratios are to the undefended base on the same prompts.
+Each prompt goes through all defences, in random order, before the next prompt does, so that other load on the machine
+affects all of them alike. Ratios are to the undefended base on the same prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from guardpaint.bases import load_base
 from guardpaint.evaluate import run
@@ -23,35 +22,37 @@ from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences.opening import DEFENCES, open_defence
 from guardpaint.evaluate.statistics import mean, ratio_interval
 from guardpaint.guard import GuardPaint
+from guardpaint.store.progress import track
 from guardpaint.store.results import REVISION, metric, require_clean, write_results
 from guardpaint.testbed import open_testbed
 
 MORE = ("ours:keep=3", "ours:audits=1,audit_start=1.0")
-"""Settings of ours that are worth knowing the cost of: with the ranker, and at the last step alone."""
+"""Further settings of ours to time: with the ranker, and with an audit of the last step only."""
 
 
 def cases(attacks: Path, count: int) -> dict[str, list[run.Case]]:
-    """As many attack prompts as benign ones, each of another scene, the attacks taking turns."""
+    """`count` attack prompts, each of another scene, with the attacks taking turns; and `count` benign ones."""
     world = open_testbed()
     suites = [run.attack_suite(attacks / f"{a}-{world.bases()[0]}.jsonl", count) for a in ATTACKS]
     return {"attack": [suites[k % len(suites)][k] for k in range(count)], "benign": run.benign_suite(world, count)}
 
 
 def measure(base: str, prompts: dict[str, list[run.Case]], guard: GuardPaint, names: list[str]) -> list[dict[str, Any]]:
+    """A row with the time of every prompt under every named defence that runs on the base."""
     opened = load_base(base)
-    made = {name: open_defence(name, guard)[0] for name in names}
-    made = {name: defence for name, defence in made.items() if not defence.applies(opened)}
-    for defence in made.values():  # warm-up
+    defences = {name: open_defence(name, guard)[0] for name in names}
+    defences = {name: defence for name, defence in defences.items() if not defence.applies(opened)}
+    for defence in defences.values():  # warm-up
         defence.generate(opened, [prompts["attack"][0].prompt], [prompts["attack"][0].seed])
     rows, lot = [], random.Random(0)
     turns = [(kind, case) for kind, some in prompts.items() for case in some]
     for kind, case in track(turns, description=base):
-        for name in lot.sample(list(made), len(made)):
+        for name in lot.sample(list(defences), len(defences)):
             began = time.perf_counter()
-            done = made[name].generate(opened, [case.prompt], [case.seed])[0]
+            outcome = defences[name].generate(opened, [case.prompt], [case.seed])[0]
             spent = time.perf_counter() - began
             rows.append({"base": base, "kind": kind, "defence": name, "prompt": case.prompt, "seed": case.seed})
-            rows[-1] |= {"status": done.status, "seconds": round(spent, 4), "git": REVISION}
+            rows[-1] |= {"status": outcome.status, "seconds": round(spent, 4), "git": REVISION}
     return rows
 
 

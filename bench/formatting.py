@@ -1,4 +1,4 @@
-"""Numbers of docs/results/*.json as Markdown tables."""
+"""Format the metrics in docs/results/*.json as Markdown tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def goal(m: Metric) -> str:
 
 
 def sign(text: str) -> str:
-    """'<=0.04' as people write it."""
+    """Return a goal such as '<=0.04' with a typographic sign: '≤ 0.04'."""
     for ascii_sign, shown in (("<=", "≤ "), (">=", "≥ "), ("<", "< "), (">", "> ")):
         if text.startswith(ascii_sign):
             return shown + text.removeprefix(ascii_sign)
@@ -54,7 +54,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def metric_table(metrics: Mapping[str, Metric], names: Mapping[str, str]) -> list[str]:
-    """One row per metric; `names` maps its key to what it means."""
+    """Return a table with one row per metric; `names` maps its key to what it means."""
     rows = []
     for key, meaning in names.items():
         m = metrics[key]
@@ -63,7 +63,7 @@ def metric_table(metrics: Mapping[str, Metric], names: Mapping[str, str]) -> lis
 
 
 def cell(m: Metric | None, with_goal: bool = False) -> str:
-    """Value and interval in one cell; a goal that is not met is always said, one that is met only `with_goal`."""
+    """Return value and interval as one cell; a missed goal is always marked, a met one only `with_goal`."""
     if m is None:
         return "–"
     ci = f" [{number(m['ci'][0])}, {number(m['ci'][1])}]" if "ci" in m else ""
@@ -74,9 +74,9 @@ def cell(m: Metric | None, with_goal: bool = False) -> str:
 
 
 def grid(metrics: Mapping[str, Metric], rows: Mapping[str, str], columns: Mapping[str, str]) -> list[str]:
-    """A row per name and a column per key, in which * stands for the row's name.
+    """Return a table with a row per name and a column per key, in which * stands for the row's name.
 
-    A goal that all rows share is in the column's title, one that only some have is in their cells.
+    A goal that all rows share is put into the column's title, other goals into their cells.
     """
     titles, cells = [""], [[title] for title in rows.values()]
     for key, title in columns.items():

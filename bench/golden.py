@@ -42,7 +42,7 @@ def open_base(name: str) -> tuple[Any, dict[str, Any]]:
 
         base = load_base(name)
         return base.pipe, dict(base.call)
-    except AttributeError:  # the reference revision
+    except AttributeError:  # the reference revision has another module
         from guardpaint.commands import load_base as load_pair  # type: ignore[import-not-found]
 
         pair: tuple[Any, dict[str, Any]] = load_pair(name)
@@ -50,13 +50,13 @@ def open_base(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def story(report: Any) -> dict[str, Any]:
-    """What must not change in a report: the status, and who won each tournament."""
+    """The parts of a report that must not change: status, triggered steps, and the winner of each tournament."""
     winners = [[s.step, t.region, t.winner] for s in report.steps for t in s.tournaments]
     return {"status": str(report.status), "winners": winners, "triggered": [s.triggered for s in report.steps]}
 
 
 def drawn(name: str) -> Iterator[tuple[str, str, Any, Any]]:
-    """(key, prompt, picture, report) of every case on one base."""
+    """Draw every case on one base; yields key, prompt, picture and report."""
     from guardpaint import GuardPaint
 
     guard = GuardPaint.embedded()
@@ -69,20 +69,20 @@ def drawn(name: str) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def draw(folder: Path) -> None:
-    """Draw every case; writes PNGs and story.json."""
+    """Draw every case, and write PNG files and story.json."""
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
+    stories: dict[str, Any] = {}
     for key, prompt, image, report in (case for name in BASES for case in drawn(name)):
         image.save(folder / f"{key}.png")
         digest = hashlib.sha256(image.tobytes()).hexdigest()
-        found[key] = {"prompt": prompt, "sha256": digest, **story(report)}
-        print(f"{key:18s} {found[key]['status']:10s} {digest[:12]} {prompt}", flush=True)
-    (folder / "story.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        stories[key] = {"prompt": prompt, "sha256": digest, **story(report)}
+        print(f"{key:18s} {stories[key]['status']:10s} {digest[:12]} {prompt}", flush=True)
+    (folder / "story.json").write_text(json.dumps(stories, indent=1) + "\n", encoding="utf-8")
 
 
 def compare(one: Path, two: Path) -> int:
-    """Differences between two drawn folders, in words."""
+    """Print the differences between two drawn folders; returns 1 if there are any, otherwise 0."""
     a, b = (json.loads((f / "story.json").read_text(encoding="utf-8")) for f in (one, two))
     problems = [f"{k}: drawn in one folder only" for k in sorted(a.keys() ^ b.keys())]
     for key in sorted(a.keys() & b.keys()):
@@ -95,7 +95,7 @@ def compare(one: Path, two: Path) -> int:
 
 
 def keep(folder: Path, file: Path) -> None:
-    """Stories and pictures in one compressed file, small enough for the repository."""
+    """Write stories and pictures to one compressed file, small enough for the repository."""
     stories = json.loads((folder / "story.json").read_text(encoding="utf-8"))
     pictures = {k: np.asarray(Image.open(folder / f"{k}.png").convert("RGB")) for k in stories}
     text = np.frombuffer(json.dumps(stories).encode(), np.uint8)

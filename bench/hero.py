@@ -1,9 +1,9 @@
-"""The README's picture: one repair, from the draft to what the user gets.
+"""Draw the picture of the README: one repair, from the draft to the released picture.
 
 python bench/hero.py docs/images/hero.png
 
 The embedded guard repairs one picture of the paper-doll world. Left to right: the draft with the audited region
-outlined, the candidates with their utilities (the winner framed), and the released picture. What is unsafe is blurred.
+outlined, the candidates with their utilities (the winner framed), and the released picture. Unsafe ones are blurred.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def blurred(image: torch.Tensor) -> Image.Image:
 
 
 def drawn() -> tuple[list[Any], Any]:
-    """The tournaments of one generation, as they start, and the generation's output."""
+    """Generate one picture; returns the tournaments as they started, and the output of the pipeline."""
     started: list[Any] = []
     guard = GuardPaint.embedded(retain_evidence=True)
     guard.parts = replace(guard.parts, observer=started.append)

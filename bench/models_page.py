@@ -1,4 +1,4 @@
-"""docs/models.md: a card for every model that ships, from the card.json beside its weights and from docs/results."""
+"""Write docs/models.md: a card for every shipped model, from the card.json beside its weights and from docs/results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASSETS = "packages/paperdolls/src/paperdolls/assets"
 
 @dataclass(frozen=True)
 class Card:
-    """What a reader wants to know of a model and its card.json does not say."""
+    """What a reader wants to know about a model that its card.json does not say."""
 
     kind: str
     limits: str
@@ -162,13 +162,13 @@ def parameters(card: dict[str, Any]) -> int:
 
 
 def run_line(run: dict[str, Any]) -> str:
-    """One training run as it was recorded."""
+    """A line about one training run, as it was recorded."""
     note = f"; {run['note']}" if run.get("note") else ""
     return f"`{run['command']}` (seed {run['seed']}, {run['steps']} steps, {run['minutes']:.0f} minutes{note})"
 
 
 def reached(name: str, known: Card, card: dict[str, Any]) -> str:
-    """What the model reaches, with a link to the table; what no results file measures is quoted from the card."""
+    """The metrics of a model with a link to their table; if no results file measures it, the PSNR from its card."""
     if not known.reaches:
         psnr = card["metrics"]["psnr"]
         return f"PSNR against the render {psnr['value']:.3g} dB (n = {psnr['n']}, from its card)."

@@ -1,4 +1,4 @@
-"""Cost ratios of the guard at full SD 1.5 size, 512², random weights, in one run on one machine.
+"""Measure cost ratios of the guard at full SD 1.5 size (512², random weights), in one run on one machine.
 
     python bench/run.py --out docs/results/bench.json        (about half an hour on two cores)
     python bench/run.py --embedded-only --out out/bench.json   (the small models only, a minute)
@@ -54,7 +54,7 @@ class Rows(list):
 
 
 class Benign(AuditorScorer):
-    """The real network, whose answer is then called benign: random weights would trigger at random."""
+    """The real network with its scores replaced by benign ones, since random weights would trigger at random."""
 
     def audit(self, images, prompts, noise) -> list[Audit]:
         return [
@@ -143,7 +143,7 @@ def peak_memory(into: dict[str, float], name: str):
 
 
 def import_seconds(rows: Rows, repeats: int = 5) -> float:
-    """Seconds `import guardpaint` adds to a bare interpreter."""
+    """Seconds that `import guardpaint` adds to the start of an interpreter."""
     bare = rows.time("python -c pass", lambda: subprocess.run([sys.executable, "-c", "pass"]), repeats)
     light = rows.time(
         "python -c 'import guardpaint'",
@@ -176,7 +176,7 @@ def repair_request(inpainter: Inpainter, size: int, depths: tuple[int, ...]) -> 
 def tournament_ratios(
     rows: Rows, name: str, inpainter: Inpainter, size: int, depths: tuple[int, ...], repeats: int
 ) -> dict[str, float]:
-    """N candidates of mixed depth, in one batch and one after another, against one of mean depth."""
+    """Times of N candidates of mixed depth, in one batch and one by one, relative to one candidate of mean depth."""
     five = repair_request(inpainter, size, depths)
     mean = round(sum(depths) / len(depths))
     one = repair_request(inpainter, size, (mean,))
@@ -293,7 +293,7 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
 
 @torch.no_grad()
 def embedded_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
-    """The small models: batching, and Cost_t's terms against the whole."""
+    """Measure the small models: batching, and the terms of Cost_t against the whole extra time."""
     ratios = tournament_ratios(rows, "embedded size", small.inpainter(), 64, (2, 4, 6, 8, 10), repeats)
     metrics["embedded_tournament_n5_vs_n1"] = metric(ratios["n5_vs_n1"], repeats)
     metrics["embedded_tournament_batched_vs_sequential"] = metric(ratios["batched_vs_sequential"], repeats)

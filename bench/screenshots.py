@@ -1,8 +1,8 @@
-"""The page as operators see it, in Chromium: pictures for the docs.
+"""Take pictures of the service's page in Chromium, as an operator sees it, for the docs.
 
     python bench/screenshots.py [--base mini-sd] [--out docs/images]
 
-Evidence is retained, so the pictures show paper dolls in the clear.
+Evidence is retained, so the pictures show unsafe paper dolls without blur.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How well the auditor-backbone seam metric ranks composites, against LPIPS-VGG.
+"""Measure how well the seam metric on the auditor's backbone ranks composites, compared with LPIPS-VGG.
 
     python bench/seam.py --weights DIR [--auditor DIR] --out docs/results/seam.json
 
-Composites: patches of real photographs pasted into others, with varied feather, brightness and noise; Q of both
-metrics on each, Spearman rank correlation over all. DIR holds lpips_vgg.safetensors.
+Composites are patches of photographs pasted into others, with varied feather, brightness and noise. Both metrics rate
+each of them; the result is the Spearman rank correlation. The folder of --weights holds lpips_vgg.safetensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def photographs() -> list[torch.Tensor]:
 
 
 def composites(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]]:
-    """(candidate, control, mask, what was done), from a mild touch-up to a foreign patch."""
+    """Tuples of candidate, control, mask and settings, from a mild touch-up to a foreign patch."""
     rng = np.random.default_rng(seed)
     pictures, made = photographs(), []
     for _ in range(count):
@@ -81,9 +81,9 @@ def main() -> None:
         "pixels": PixelSeam(),
     }
     rows = []
-    for candidate, control, mask, done in composites(args.count, args.seed):
+    for candidate, control, mask, settings in composites(args.count, args.seed):
         q = {n: float(seam_quality(m, candidate[None], control, mask[None])) for n, m in metrics.items()}
-        rows.append({**done, **q})
+        rows.append({**settings, **q})
     results = {}
     reference = np.array([r["lpips_vgg"] for r in rows])
     for name in ("backbone", "pixels"):

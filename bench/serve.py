@@ -1,9 +1,9 @@
-"""The service under load and under faults, on loopback: docs/results/serve.json.
+"""Measure the service under load and under faults, on the loopback interface: docs/results/serve.json.
 
     python bench/serve.py --guard DIR [--requests 200] [--concurrency 16] [--out docs/results/serve.json]
 
-The same mixed prompts go through the service with the guard on and off, side by side in one run; the oracle looks at
-every picture that came back, by every way a picture can come back.
+The same mixed prompts go through the service with the guard off and on, in one run. The oracle judges every picture
+that came back, through every endpoint that returns pictures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import base64
 import contextlib
-import io
 import socket
 import threading
 import time
@@ -31,6 +30,7 @@ from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
+from guardpaint.store.images import load_bytes
 from guardpaint.store.results import metric, require_clean, write_results
 from guardpaint.testing.doubles import Raises
 from paperdolls.bases import load_base, settings
@@ -44,12 +44,12 @@ SEEDS = 99_000_000
 
 
 class Running:
-    """A service on a free port, for as long as the block lasts."""
+    """A service on a free port inside a with block, which yields its address."""
 
     def __init__(self, guard: GuardPaint, base: str, **limits: Any) -> None:
         chosen = Settings(keys=KEYS, queue=512, **limits)
         worker = Worker(guard.configured(mode="enforce"), load_base(base), settings(base), chosen)
-        if guard.config.mode == "off":  # no service runs like this; the ratio's other half does
+        if guard.config.mode == "off":  # a service cannot be started without a guard, so replace it for the comparison
             worker.guard, worker.shown = guard, (*worker.shown, "unguarded")
         self.service = Service(worker, base, chosen, known_bad(None))
         self.server = uvicorn.Server(uvicorn.Config(create_app(self.service), port=0, log_level="error"))
@@ -71,17 +71,19 @@ def prompts(count: int) -> list[tuple[str, int]]:
 
 
 def picture(data: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+    """The picture in a base64 field of an answer."""
+    return load_bytes(base64.b64decode(data), "answer").convert("RGB")
 
 
 def unsafe(oracle: Oracle, images: list[Image.Image]) -> int:
+    """The number of pictures that the oracle calls unsafe."""
     return sum(
         said != "safe" for i in range(0, len(images), 50) for said in oracle.look(images[i : i + 50]).categories()
     )
 
 
-async def load(address: str, asked: list[tuple[str, int]], concurrency: int, kind: str) -> list[dict[str, Any]]:
-    """Every prompt once, so many at a time; what came back and how long it took."""
+async def load(address: str, requests: list[tuple[str, int]], concurrency: int, kind: str) -> list[dict[str, Any]]:
+    """Send every request once, `concurrency` at a time; a row for each with the answer and its time."""
     gate = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(timeout=600, headers={"Authorization": f"Bearer {USER}"}) as client:
 
@@ -95,35 +97,35 @@ async def load(address: str, asked: list[tuple[str, int]], concurrency: int, kin
                 row["image"] = body["data"][0]["b64_json"] if answer.status_code == 200 else ""
                 return row
 
-        return list(await asyncio.gather(*(one(p, s) for p, s in asked)))
+        return list(await asyncio.gather(*(one(p, s) for p, s in requests)))
 
 
-def side_doors(address: str, asked: list[tuple[str, int]]) -> list[Image.Image]:
-    """Every picture an ordinary key can get hold of for unsafe prompts, by every endpoint."""
-    found = []
+def side_doors(address: str, requests: list[tuple[str, int]]) -> list[Image.Image]:
+    """Every picture that an ordinary key can get for unsafe prompts, through all endpoints."""
+    pictures = []
     with httpx.Client(timeout=600, headers={"Authorization": f"Bearer {USER}"}) as client:
-        for prompt, seed in asked:
+        for prompt, seed in requests:
             body = {"prompt": prompt, "seed": seed}
             for more in ({}, {"response_format": "url"}, {"n": 2}):
                 answer = client.post(f"{address}/v1/images/generations", json={**body, **more}).json()
                 items = answer.get("data", [])
-                found += [picture(i["b64_json"]) for i in items if i.get("b64_json")]
+                pictures += [picture(i["b64_json"]) for i in items if i.get("b64_json")]
                 for i in items:
                     if i.get("url"):
-                        found.append(Image.open(io.BytesIO(client.get(i["url"]).content)).convert("RGB"))
+                        pictures.append(load_bytes(client.get(i["url"]).content, i["url"]).convert("RGB"))
                 names = [i["safety"]["report"] for i in items] or [s["report"] for s in answer["error"]["safety"]]
                 for name in names:
                     shots = client.get(f"{address}/v1/reports/{name}/evidence").json()
-                    found += [picture(s["b64_json"]) for s in shots]
+                    pictures += [picture(s["b64_json"]) for s in shots]
             with client.stream("POST", f"{address}/v1/images/generations", json={**body, "stream": True}) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: ") and '"b64_json": "' in line:
-                        found.append(picture(line.split('"b64_json": "')[1].split('"')[0]))
-    return found
+                        pictures.append(picture(line.split('"b64_json": "')[1].split('"')[0]))
+    return pictures
 
 
 def faults(guard: GuardPaint, base: str) -> list[dict[str, Any]]:
-    """Each fault and whether it got the answer it should."""
+    """A row for each injected fault, with the answer that it got and the one that it should get."""
     rows: list[dict[str, Any]] = []
     note = lambda name, got, want: rows.append({"part": "fault", "kind": name, "got": got, "want": want})  # noqa: E731
     me = {"Authorization": f"Bearer {USER}"}
@@ -173,8 +175,8 @@ def replica(guard: str, base: str, name: str | None = None) -> Worker:
     return Worker(GuardPaint.from_pretrained(guard), load_base(base), settings(base), Settings(keys=KEYS, queue=512))
 
 
-def killed(guard: str, base: str, asked: list[tuple[str, int]], oracle: Oracle) -> list[dict[str, Any]]:
-    """A cluster of two replicas, one killed under load: who got no answer, or an unsafe picture?"""
+def killed(guard: str, base: str, requests: list[tuple[str, int]], oracle: Oracle) -> list[dict[str, Any]]:
+    """Rows of requests to a cluster of two replicas, one of which is killed under load; the last row sums them up."""
     import ray
 
     from guardpaint.serve.cluster import deploy, stop
@@ -195,14 +197,14 @@ def killed(guard: str, base: str, asked: list[tuple[str, int]], oracle: Oracle) 
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    made = asyncio.run(load(f"http://127.0.0.1:{port}", asked, 8, "ray"))
+    answers = asyncio.run(load(f"http://127.0.0.1:{port}", requests, 8, "ray"))
     if killer.is_alive() or not died:
-        raise SystemExit("the load was over before a replica was killed: ask for more with --ray")
-    images = [picture(r["image"]) for r in made if r["image"]]
+        raise SystemExit(f"{len(requests)} requests were over before a replica was killed; send more with --ray")
+    images = [picture(r["image"]) for r in answers if r["image"]]
     stop()
     ray.shutdown()
-    rows = [{**{k: v for k, v in r.items() if k != "image"}, "part": "ray"} for r in made]
-    return [*rows, {"part": "ray_whole", "unsafe": unsafe(oracle, images), "answered": len(made), "killed": died}]
+    rows = [{**{k: v for k, v in r.items() if k != "image"}, "part": "ray"} for r in answers]
+    return [*rows, {"part": "ray_whole", "unsafe": unsafe(oracle, images), "answered": len(answers), "killed": died}]
 
 
 def main() -> None:
@@ -211,7 +213,9 @@ def main() -> None:
     parser.add_argument("--base", default="mini-sd")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--ray", type=int, default=40, help="requests to a cluster that loses a replica; 0: without")
+    parser.add_argument(
+        "--ray", type=int, default=40, help="requests to a cluster that loses a replica; 0 leaves this out"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/results/serve.json"))
     args = parser.parse_args()
     require_clean(args.out)
@@ -219,14 +223,14 @@ def main() -> None:
         parser.error("--ray needs Ray: pip install 'guardpaint[ray]', or --ray 0")
     oracle, guard = Oracle.load(), GuardPaint.from_pretrained(args.guard)
     rows: list[dict[str, Any]] = []
-    asked = prompts(args.requests)
+    requests = prompts(args.requests)
     for kind, used in (("off", guard.configured(mode="off")), ("on", guard)):
         with Running(used, args.base) as address:
             began = time.perf_counter()
-            made = asyncio.run(load(address, asked, args.concurrency, kind))
+            answers = asyncio.run(load(address, requests, args.concurrency, kind))
             spent = time.perf_counter() - began
-        images = [picture(r["image"]) for r in made if r["image"]]
-        rows += [{k: v for k, v in r.items() if k != "image"} for r in made]
+        images = [picture(r["image"]) for r in answers if r["image"]]
+        rows += [{k: v for k, v in r.items() if k != "image"} for r in answers]
         rows.append({"part": "whole", "kind": kind, "seconds": spent, "unsafe": unsafe(oracle, images)})
         print(rows[-1], flush=True)
     bad = [(p, s) for p, s in prompts(4 * args.requests) if sample_scene(s).category != "safe"][:10]

@@ -13,7 +13,7 @@ from results_page import cost_table, headline_table, results_page
 
 PAGES = {"docs/results.md": results_page, "docs/models.md": models_page}
 TABLES = {"docs/performance.md": ("cost", cost_table), "README.md": ("headline", headline_table)}
-"""Whole pages, and tables between marks in pages that people write."""
+"""Pages that are generated as a whole, and tables between marks in pages that people write."""
 
 
 def with_table(text: str, mark: str, table: str) -> str:
@@ -26,7 +26,7 @@ def with_table(text: str, mark: str, table: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page that holds generated tables, as it should read."""
+    """The current text of every page that holds generated tables."""
     written = {ROOT / name: make() for name, make in PAGES.items()}
     return written | {
         ROOT / name: with_table((ROOT / name).read_text(), mark, make()) for name, (mark, make) in TABLES.items()

@@ -1,4 +1,4 @@
-"""`guardpaint calibrate` and `guardpaint drift`: thresholds with a promise, and whether it still holds."""
+"""`guardpaint calibrate` sets thresholds with a bounded miss rate; `guardpaint drift` says whether they still hold."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import typer
 def calibrate(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
     views: Annotated[Path, typer.Option(help="Folder with views of split calibration.")],
-    out_file: Annotated[Path, typer.Option("--out", help="Where the thresholds go (JSON).")] = Path("calibration.json"),
-    alpha: Annotated[float, typer.Option(help="Miss rate per category, at most.")] = 0.05,
-    beta: Annotated[float, typer.Option(help="Share of unsafe area left uncovered, at most.")] = 0.10,
-    band: Annotated[list[float] | None, typer.Option(help="Progress at which a band begins; repeat.")] = None,
+    out_file: Annotated[Path, typer.Option("--out", help="File for the thresholds (JSON).")] = Path("calibration.json"),
+    alpha: Annotated[float, typer.Option(help="Highest miss rate per category.")] = 0.05,
+    beta: Annotated[float, typer.Option(help="Highest share of unsafe area left uncovered.")] = 0.10,
+    band: Annotated[
+        list[float] | None, typer.Option(help="Progress at which a band begins; repeat. Default: 0.7, 0.9.")
+    ] = None,
     guard: Annotated[Path | None, typer.Option(help="Write the thresholds into this guard's config too.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
 ) -> None:
-    """Find thresholds with a promised miss rate and coverage (conformal risk control), per band of progress."""
+    """Find thresholds with a bounded miss rate and coverage (conformal risk control), per band of progress."""
     from guardpaint.evaluate import calibrate as measure
     from guardpaint.policy import Policy
 
     starts = sorted({0.0, *(band or [0.7, 0.9])})
     rules = Policy.load(policy) if policy else Policy.default()
-    found = measure.run(auditor, views, out_file, measure.Promise(alpha, beta, starts), guard, rules)
-    for b in found.bands:
+    calibration = measure.run(auditor, views, out_file, measure.Promise(alpha, beta, starts), guard, rules)
+    for b in calibration.bands:
         limits = ", ".join(f"{name} {t:.3f} (n={b.n[name]})" for name, t in b.thresholds.items())
-        level = "the configuration's (no masks are known)" if b.mask_level is None else f"{b.mask_level:.3f}"
+        level = "as configured (no masks are known)" if b.mask_level is None else f"{b.mask_level:.3f}"
         typer.echo(f"from progress {b.start:g}: {limits}; mask level {level}")
 
 
@@ -35,10 +37,10 @@ def drift(
     calibration: Annotated[Path, typer.Argument(help="The file `guardpaint calibrate` wrote.")],
     log: Annotated[Path, typer.Argument(help="An audit log (JSONL).")],
 ) -> None:
-    """Do live scores still look like the calibration's? Exit code 1 when it is time to calibrate anew."""
+    """Compare the scores in an audit log with those of the calibration. Exit code 1 means: calibrate again."""
     from guardpaint.evaluate import calibrate as measure
 
     index, n = measure.drift(calibration, log)
-    word = "calibrate anew" if index > 0.25 else "worth a look" if index > 0.1 else "as calibrated"
-    typer.echo(f"stability index {index:.3f} over {n} audits: {word}")
+    advice = "calibrate again" if index > 0.25 else "worth a look" if index > 0.1 else "as calibrated"
+    typer.echo(f"stability index {index:.3f} over {n} audits: {advice}")
     raise typer.Exit(1 if index > 0.25 else 0)

@@ -1,4 +1,4 @@
-"""`guardpaint eval …`. Heavy imports wait until a command runs."""
+"""`guardpaint eval …`: measure components and defences. Heavy imports happen only when a command runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-app = typer.Typer(help="Measure components and defences; results land with their raw rows.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure components and defences. Results are written with their raw rows.", no_args_is_help=True
+)
 err = Console(stderr=True)
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
@@ -16,7 +18,7 @@ TestbedOption = Annotated[
 
 
 def clean_target(path: Path) -> Path:
-    """Refuse a published results file before hours of work if the checkout has uncommitted changes."""
+    """Refuse a results file under docs/results, before the work starts, if the checkout has uncommitted changes."""
     from guardpaint.store.results import require_clean
 
     require_clean(path)
@@ -33,33 +35,37 @@ ResultsFile = Annotated[
 
 def say_metrics(metrics: dict[str, Any]) -> None:
     """One line per metric, with its goal where it has one."""
-    for name, found in metrics.items():
-        goal = f"  goal {found['goal']}: {'met' if found['met'] else 'NOT met'}" if "goal" in found else ""
-        value = "nothing to measure" if found["value"] is None else f"{found['value']:.4g}"
-        typer.echo(f"{name:40s} {value} (n={found['n']}){goal}")
+    for name, metric in metrics.items():
+        goal = f"  goal {metric['goal']}: {'met' if metric['met'] else 'NOT met'}" if "goal" in metric else ""
+        value = "nothing to measure" if metric["value"] is None else f"{metric['value']:.4g}"
+        typer.echo(f"{name:40s} {value} (n={metric['n']}){goal}")
 
 
 @app.command("inpainter")
 def eval_inpainter(
-    model: Annotated[list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. Compare with base=…")],
-    auditor: Annotated[Path | None, typer.Option(help="Auditor that masks and whose features rate seams.")] = None,
+    model: Annotated[
+        list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. `base` is compared with.")
+    ],
+    auditor: Annotated[
+        Path | None, typer.Option(help="Auditor that makes masks and rates seams; default: neither.")
+    ] = None,
     results: ResultsFile = Path("docs/results/inpainter.json"),
     count: Annotated[int, typer.Option(min=2, help="Held-out unsafe pictures.")] = 500,
     testbed: TestbedOption = None,
 ) -> None:
-    """Judge repairs of unsafe pictures: safe, in context, seamless, detailed; and fills of harmless ones."""
+    """Measure inpainters: whether repairs of unsafe pictures are safe and detailed, and fills of others as asked."""
     from guardpaint.audit.model import AuditorScorer
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
     from guardpaint.testbed import open_testbed
     from guardpaint.verify.seam import BackboneSeam, PixelSeam
 
-    named = dict(m.partition("=")[::2] for m in model)
-    if not all(named.values()):
+    models = dict(m.partition("=")[::2] for m in model)
+    if not all(models.values()):
         raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
     scorer = AuditorScorer.from_pretrained(auditor) if auditor else None
     seam = BackboneSeam(scorer) if scorer else PixelSeam()
-    say_metrics(measure.run(named, results, count, measure.Bench.in_world(open_testbed(testbed), seam, scorer)))
+    say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), seam, scorer)))
 
 
 @app.command("proposers")
@@ -67,12 +73,14 @@ def eval_proposers(
     guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
     learned: Annotated[str | None, typer.Option(help="Trained proposer.")] = None,
     ranker: Annotated[str | None, typer.Option(help="Trained ranker.")] = None,
-    rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder with states.")] = Path("runs/rollouts"),
+    rollouts_dir: Annotated[Path, typer.Option("--rollouts", help="Folder that `guardpaint rollouts` wrote.")] = Path(
+        "runs/rollouts"
+    ),
     results: ResultsFile = Path("docs/results/proposer.json"),
-    trials: Annotated[int, typer.Option(min=0, help="Trials of the Bayesian-optimised fixed knobs; 0: without.")] = 40,
+    trials: Annotated[int, typer.Option(min=0, help="Trials to optimise fixed knobs; 0: leave them out.")] = 40,
     testbed: TestbedOption = None,
 ) -> None:
-    """Compare proposers from the same states; measure the ranker; plot every knob's effect."""
+    """Compare proposers from the same stored states, measure the ranker, and plot every knob's effect."""
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import proposers as measure
     from guardpaint.guard import GuardPaint
@@ -82,22 +90,24 @@ def eval_proposers(
     from guardpaint.train.rollouts import load_states, open_proposer, read_rollouts
     from guardpaint.types import Proposer
 
-    whole = GuardPaint.from_pretrained(guard)
-    judge = open_testbed(testbed).judge(whole.policy)
+    loaded = GuardPaint.from_pretrained(guard)
+    judge = open_testbed(testbed).judge(loaded.policy)
     states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
     if not states:
-        raise BadInput(f"{rollouts_dir}: no states of split test; catch some with `guardpaint rollouts states`")
-    compared: list[Proposer] = [UniformProposer(), FixedProposer()]
+        raise BadInput(
+            f"{rollouts_dir}: no states of split test; store some with `guardpaint rollouts states --split test`"
+        )
+    proposers: list[Proposer] = [UniformProposer(), FixedProposer()]
     if trials:
         train = [s for f in sorted(rollouts_dir.glob("*-train.pt")) for s in load_states(f)[:6]]
-        compared.append(measure.optimised_once(train, whole, trials, rollouts_dir / "optimised.json"))
+        proposers.append(measure.optimised_once(train, loaded, trials, rollouts_dir / "optimised.json"))
     if learned:
-        compared.append(open_proposer(learned))
-    trained = Ranker.from_pretrained(ranker) if ranker else None
-    say_metrics(measure.run(measure.Comparison(whole, states, compared, judge, trained), results))
+        proposers.append(open_proposer(learned))
+    ranking = Ranker.from_pretrained(ranker) if ranker else None
+    say_metrics(measure.run(measure.Comparison(loaded, states, proposers, judge, ranking), results))
     if (rollouts_dir / "train").is_dir():
-        played = read_rollouts(rollouts_dir / "train", "uniform")
-        picture = measure.dependence(played, results.with_name("proposer-knobs.png"))
+        rows = read_rollouts(rollouts_dir / "train", "uniform")
+        picture = measure.dependence(rows, results.with_name("proposer-knobs.png"))
         typer.echo(str(picture))
 
 
@@ -110,12 +120,12 @@ def eval_attack(
     count: Annotated[int, typer.Option(min=1, help="Target prompts.")] = 200,
     budget: Annotated[int, typer.Option(min=1, help="Questions per target.")] = 20,
     split: Annotated[
-        str, typer.Option(help="Targets: attack, to evaluate on, or attack-train, to learn from.")
+        str, typer.Option(help="Target prompts: `attack` to evaluate on, `attack-train` to learn from.")
     ] = "attack",
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts found.")] = Path("runs/attacks"),
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts.")] = Path("runs/attacks"),
     testbed: TestbedOption = None,
 ) -> None:
-    """Search prompts that get past the filter of a stock system; run again to go on."""
+    """Search for prompts that get past the filter of a stock system. Run it again to resume."""
     from guardpaint.evaluate.attacks import command
 
     options = command.AttackOptions(attack, out_dir, base, count, budget, split)
@@ -133,16 +143,17 @@ def eval_run(
         str | None, typer.Option(help="Guard of the guarded and post-hoc defences; default: the embedded one.")
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Prompts per suite.")] = 200,
-    attacks: Annotated[Path, typer.Option(help="Folder of `eval attack`.")] = Path("runs/attacks"),
+    attacks: Annotated[Path, typer.Option(help="Folder that `eval attack` wrote.")] = Path("runs/attacks"),
     searched: Annotated[
-        str | None, typer.Option(help="Base the attack prompts were searched on; default: the testbed's first.")
+        str | None, typer.Option(help="Base that the attack prompts were searched on; default: the testbed's first.")
     ] = None,
     file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to go on.")] = Path("runs/eval"),
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to resume.")] = Path("runs/eval"),
     pictures: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Pictures kept per suite, base and defence; all unless told. Kept ones can be judged anew."
+            min=0,
+            help="Pictures kept per suite, base and defence; default: all. Another judge can judge kept ones later.",
         ),
     ] = None,
     judge: Annotated[
@@ -152,11 +163,11 @@ def eval_run(
     metric: Annotated[
         list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes side by side, one thread each.")] = 1,
-    ray: Annotated[bool, typer.Option("--ray", help="Spread over a Ray cluster instead.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
     testbed: TestbedOption = None,
 ) -> None:
-    """Prompts through defences on bases, judged; writes rows, samples.parquet, results.json, a report."""
+    """Run prompts through defences on base models, judge the pictures, and write rows, results and a report."""
     from guardpaint.evaluate import harness
 
     options = harness.RunOptions(
@@ -173,19 +184,20 @@ def eval_report(
     adaptive: Annotated[Path | None, typer.Option(help="Results of `eval adaptive`.")] = None,
     results: ResultsFile = Path("docs/results/evaluation.json"),
     times: Annotated[
-        Path | None, typer.Option(help="Results of bench/defences.py, whose times are comparable; else the rows' own.")
+        Path | None,
+        typer.Option(help="Results of bench/defences.py, whose times are comparable; default: the rows' own."),
     ] = None,
     testbed: TestbedOption = None,
 ) -> None:
-    """One results file from finished runs, with KID of benign pictures; their rows are kept beside it."""
+    """Write one results file from finished runs, with KID of benign pictures; all rows are stored beside it."""
     from guardpaint.evaluate import gather
     from guardpaint.testbed import References, installed, open_testbed
 
     world = open_testbed(testbed) if testbed or installed() else None
     references = None if world is None else world.capability(References)
     if references is None:
-        name = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
-        err.print(f"note: no KID, which needs {References.__doc__}; {name}", style="yellow", markup=False)
+        reason = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
+        err.print(f"note: no KID, which needs {References.__doc__}: {reason}", style="yellow", markup=False)
     say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references)))
 
 
@@ -227,25 +239,25 @@ def eval_prompts(
     file: Annotated[Path, typer.Argument(help="A published prompt file.")],
     file_format: Annotated[str | None, typer.Option("--format", help="Its format; default: by its columns.")] = None,
 ) -> None:
-    """Check that a benchmark file is read as published."""
+    """Check whether a published prompt file is complete and readable; print what differs from the published one."""
     from guardpaint.data.prompt_files import load
 
-    found = load(file, file_format)
-    typer.echo(f"{file}: {found.name}, {len(found.prompts)} prompts")
-    for note in found.notes[:20]:
+    prompt_file = load(file, file_format)
+    typer.echo(f"{file}: {prompt_file.name}, {len(prompt_file.prompts)} prompts")
+    for note in prompt_file.notes[:20]:
         err.print(f"not as published: {note}", style="yellow", markup=False)
 
 
 @app.command("history")
 def eval_history(
     inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],
-    sft: Annotated[str, typer.Option(help="The same after SFT, merged.")],
-    pairs: Annotated[Path, typer.Option(help="Encoded pairs.")],
+    sft: Annotated[str, typer.Option(help="The same inpainter after SFT, adapter merged.")],
+    pairs: Annotated[Path, typer.Option(help="Folder of pairs (`guardpaint data pairs`).")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs/history"),
     results: ResultsFile = Path("docs/results/alignment_history.json"),
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
 ) -> None:
-    """Retell the paper's experiments with its flags, small, and write down which failures were really seen."""
+    """Repeat the paper's alignment experiments as short runs and record which failures occur."""
     from guardpaint.evaluate import history
 
     typer.echo(history.run(inpainter, sft, pairs, out, results, steps))
@@ -258,7 +270,7 @@ def eval_auditor(
     results: ResultsFile = Path("docs/results/auditor.json"),
     count: Annotated[int, typer.Option(min=100, help="Finished pictures; other sets are a quarter of it.")] = 2000,
     calibration: Annotated[
-        Path | None, typer.Option(help="File of `guardpaint calibrate`: its mask level is measured.")
+        Path | None, typer.Option(help="File of `guardpaint calibrate` whose mask level is measured.")
     ] = None,
     testbed: TestbedOption = None,
 ) -> None:
@@ -275,7 +287,7 @@ def eval_corpus_auditor(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
     views: Annotated[Path, typer.Option(help="Folder of `data corpus-views`, with split test.")],
     results: ResultsFile,
-    count: Annotated[int | None, typer.Option(min=1, help="At most so many views of a file; default: all.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Most views used of each file; default: all.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
 ) -> None:
     """Measure an auditor on a labelled corpus: classes, false triggers, F, detection over progress."""

@@ -2,7 +2,7 @@
 
 guardpaint eval corpus-auditor --auditor runs/auditor/model --views views/real --results results/auditor.json
 
-The labels are the corpus's, so this says how well the auditor repeats its labeler on pictures it has not seen.
+The labels are those of the corpus, so this measures how well the auditor agrees with its labeler on unseen pictures.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ LATE = 0.7
 
 
 def base_of(file: Path) -> str:
-    """tiny_sd of tiny_sd-00003-test.pt."""
+    """The base in the name of a views file: tiny_sd of tiny_sd-00003-test.pt."""
     return file.name.rsplit("-", 2)[0]
 
 
 def other_prompts(auditor: AuditorScorer, views: Views) -> list[float]:
-    """F of every view with the prompt of the next picture that has another one."""
-    found = []
+    """F of every view with the prompt of the next view that has another one; empty if all prompts are the same."""
+    scores = []
     for i in range(len(views)):
         wrong = next((views.texts[(i + k) % len(views)] for k in range(1, len(views))
                       if views.texts[(i + k) % len(views)] != views.texts[i]), None)  # fmt: skip
         if wrong is None:
             return []
         image = views.images[i : i + 1].float() / 255
-        found.append(float(audits(auditor, image, [wrong], float(views.noise[i]))[0].faithfulness or 0.0))
-    return found
+        scores.append(float(audits(auditor, image, [wrong], float(views.noise[i]))[0].faithfulness or 0.0))
+    return scores
 
 
 def measured(auditor: AuditorScorer, policy: Policy, files: Sequence[Path], count: int | None) -> list[Row]:
+    """A row for each of the first `count` views (None: all) of every file."""
     rows: list[Row] = []
     for file in files:
         views = load_views(file, on_disk=True)
         if views.world or views.names != auditor.categories:
             raise BadInput(f"{file}: not a corpus's views with the categories {', '.join(auditor.categories)}")
         views = views.rows(torch.arange(len(views) if count is None else min(count, len(views))))
-        found = measure_views(auditor, policy, base_of(file), views)
+        audited = measure_views(auditor, policy, base_of(file), views)
         others = other_prompts(auditor, views)
-        rows += [{**r, "F_other": round(f, 5)} for r, f in zip(found, others, strict=True)] if others else found
+        rows += [{**r, "F_other": round(f, 5)} for r, f in zip(audited, others, strict=True)] if others else audited
     return rows
 
 
 def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
-    """Of finished pictures, each counted once; then per base of unfinished ones."""
+    """Metrics of finished pictures, each counted once, and of unfinished ones for each base."""
     out: Row = {}
     clean = list({r["seed"]: r for r in rows if r["view"] == KINDS[0]}.values())
     if clean:
@@ -95,7 +96,7 @@ def metrics(rows: Sequence[Row], names: Sequence[str]) -> Row:
 
 
 def run(auditor_dir: Path, views_dir: Path, path: Path, policy: Policy, count: int | None = None) -> Row:
-    """Measure, write results with their rows, and draw detection over progress."""
+    """Measure, write results with their rows, draw detection over progress, and return the metrics."""
     files = sorted(views_dir.glob("*-test.pt"))
     if not files:
         raise BadInput(
@@ -104,10 +105,13 @@ def run(auditor_dir: Path, views_dir: Path, path: Path, policy: Policy, count: i
     kept_apart(views_dir)
     auditor = AuditorScorer.from_pretrained(auditor_dir)
     if auditor.categories != policy.names:
-        raise BadInput(f"the auditor tells {', '.join(auditor.categories)}: name its policy with --policy")
+        raise BadInput(
+            f"the auditor tells {', '.join(auditor.categories)}, "
+            "not the categories of this policy: name its policy with --policy"
+        )
     rows = measured(auditor, policy, files, count)
-    found = metrics(rows, policy.names)
+    results = metrics(rows, policy.names)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_results(path, found, rows, seed=0)
+    write_results(path, results, rows, seed=0)
     curves(rows, path.with_name(f"{path.stem}-progress.png"))
-    return found
+    return results

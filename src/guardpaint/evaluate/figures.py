@@ -1,4 +1,4 @@
-"""Plots and picture sheets of an evaluation, each from its rows alone."""
+"""Plots and picture sheets of an evaluation, drawn from its rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from guardpaint.evaluate import summary
 from guardpaint.evaluate.rows import EvaluationRow
+from guardpaint.store.images import load_image
 from guardpaint.train.dynamics import figure
 
 Times = Mapping[str, summary.Metrics] | None
@@ -22,14 +23,14 @@ SIDE = 130
 
 
 def heat_map(rows: summary.Rows, defence: str = "ours") -> Any:
-    """Attack × base: how far the attack success rate falls."""
-    found = summary.attack_cells(rows)
+    """A heat map of the fall of attack success, by attack and base."""
+    metrics = summary.attack_cells(rows)
     tried = [r for r in summary.harmful(rows) if r.defence == defence]
     attacks = list(dict.fromkeys(r.suite for r in tried))
     bases = list(dict.fromkeys(r.base for r in tried))
     drawing = figure((2.4 + 1.3 * len(bases), 1.4 + 0.5 * len(attacks)))
     axis = drawing.subplots()
-    cells = [[found.get(f"{a}.{b}.fall.{defence}") for b in bases] for a in attacks]
+    cells = [[metrics.get(f"{a}.{b}.fall.{defence}") for b in bases] for a in attacks]
     grid = [[m["value"] if m else None for m in line] for line in cells]
     texts = [f"{100 * v:.1f} %" if v is not None else "–" for line in grid for v in line]
     drawing.colorbar(shaded(axis, grid, texts, (0.0, 1.0)), ax=axis, label="part removed")
@@ -42,11 +43,12 @@ def heat_map(rows: summary.Rows, defence: str = "ours") -> Any:
 
 
 def spoken(counts: Sequence[int]) -> str:
+    """Sorted counts as text: "25", "20 to 25", or "no" without any."""
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
 
 
 def shaded(axis: Any, grid: Sequence[Sequence[float | None]], texts: Sequence[str], span: tuple[float, float]) -> Any:
-    """A grid of numbers as colours, each written in its cell."""
+    """Draw a grid of numbers as colours, with the texts in its cells; returns the image for a colour bar."""
     blank = float("nan")
     values = [[blank if v is None else v for v in line] for line in grid]
     image = axis.imshow(values, vmin=span[0], vmax=span[1], aspect="auto")
@@ -60,14 +62,14 @@ def shaded(axis: Any, grid: Sequence[Sequence[float | None]], texts: Sequence[st
 
 
 def front_plot(rows: summary.Rows, times: Times = None) -> Any:
-    """Safety against fidelity with their intervals; the dot's area is the time per picture."""
+    """Plot safety against fidelity with their intervals; the area of a dot grows with the time per picture."""
     drawing = figure((8, 5))
     axis = drawing.subplots()
     points = summary.front(rows, times)
-    told = [p for p in points if p["fidelity"] is not None]
+    rated = [p for p in points if p["fidelity"] is not None]
     area = lambda seconds: 30 + 90 * seconds  # noqa: E731
-    beside: dict[tuple[float, float], list[str]] = {}
-    for point in told:
+    labels: dict[tuple[float, float], list[str]] = {}
+    for point in rated:
         colour = COLOURS.get(point["defence"], "#4477aa")
         place = point["fidelity"], point["safety"]
         for ends, value, side in ((point["agreement_all_ci"], place[0], "x"), (point["asr_ci"], 1 - place[1], "y")):
@@ -75,10 +77,10 @@ def front_plot(rows: summary.Rows, times: Times = None) -> Any:
             bars = [[high], [low]] if side == "y" else [[low], [high]]  # safety is 1 − success
             axis.errorbar(*place, **{f"{side}err": bars}, color=colour, alpha=0.35, lw=1)
         axis.scatter(*place, s=area(point["seconds"]), color=colour, alpha=0.7, lw=0)
-        beside.setdefault((round(place[0], 2), round(place[1], 2)), []).append(point["defence"])
+        labels.setdefault((round(place[0], 2), round(place[1], 2)), []).append(point["defence"])
     middle = sum(axis.get_xlim()) / 2
     written: list[tuple[float, float]] = []
-    for place, names in beside.items():  # names at one place share a label; it reaches into the picture
+    for place, names in labels.items():  # names at one place share a label, which points to the middle of the plot
         left = place[0] > middle
         near = any(abs(place[0] - x) < 0.05 and abs(place[1] - y) < 0.03 for x, y in written)
         written.append(place)
@@ -92,13 +94,13 @@ def front_plot(rows: summary.Rows, times: Times = None) -> Any:
     )
     met = summary.shared(summary.harmful(rows))
     count = len({r.same for r in met})
-    left_out = "" if len(told) == len(points) else "; without those whose fidelity the judge does not tell"
+    left_out = "" if len(rated) == len(points) else "; without those whose fidelity is not judged"
     axis.set_title(f"defences on the same {count} attack prompts, 95 % intervals{left_out}", fontsize=9)
     return drawing
 
 
 def size_panels(rows: summary.Rows) -> Any | None:
-    """Per base, over candidates N and audits X: attack success, agreement, time. None if that was not run."""
+    """Heat maps of attack success, agreement and time over candidates N and audits X, per base; None without rows."""
     tried = [r for r in summary.harmful(rows) if SIZE.match(r.defence)]
     if not tried:
         return None
@@ -108,9 +110,9 @@ def size_panels(rows: summary.Rows) -> Any | None:
     drawing = figure((1.0 + 3.0 * len(PANELS), 0.6 + 2.4 * len(bases)))
     panels = drawing.subplots(len(bases), len(PANELS), squeeze=False)
     for line, base in zip(panels, bases, strict=True):
-        found = summary.defences([r for r in tried if r.base == base])
+        metrics = summary.defences([r for r in tried if r.base == base])
         for axis, (name, title) in zip(line, PANELS, strict=True):
-            cells = [[found.get(f"ours:candidates={n},audits={x}.{name}") for x in xs] for n in ns]
+            cells = [[metrics.get(f"ours:candidates={n},audits={x}.{name}") for x in xs] for n in ns]
             grid = [[c["value"] if c else None for c in row] for row in cells]
             known = [v for row in grid for v in row if v is not None]
             span = (0.0, 1.0) if name != "seconds" else (0.0, max(known, default=1.0))
@@ -123,14 +125,16 @@ def size_panels(rows: summary.Rows) -> Any | None:
 
 
 def variants_plot(rows: summary.Rows) -> Any | None:
-    """Other settings of ours beside ours on the same prompts, and the reinsertion rules beside each other: attack
-    success and agreement."""
+    """Bars of attack success and agreement: settings of ours beside ours on the same prompts, and reinsertion rules.
+
+    None if no variant was run.
+    """
     tried = [r for r in summary.harmful(rows) if summary.variant(r.defence) and not SIZE.match(r.defence)]
     if not tried:
         return None
     rules = [r for r in tried if RULE.match(r.defence)]
     others = [r for r in tried if not RULE.match(r.defence)]
-    sets: dict[frozenset[Any], list[EvaluationRow]] = {}  # settings that were tried on the same prompts share a panel
+    sets: dict[frozenset[Any], list[EvaluationRow]] = {}  # settings run on the same prompts share a panel
     for name in dict.fromkeys(r.defence for r in others):
         own = [r for r in others if r.defence == name]
         sets.setdefault(frozenset(r.same for r in own), []).extend(own)
@@ -140,20 +144,20 @@ def variants_plot(rows: summary.Rows) -> Any | None:
     names = [sorted(dict.fromkeys(r.defence for r in own)) for _, own in groups]
     drawing = figure((10, sum(1.0 + 0.3 * len(n) for n in names)))
     axes = drawing.subplots(len(groups), 2, squeeze=False, height_ratios=[3 + len(n) for n in names])
-    for line, (title, own), called in zip(axes, groups, names, strict=True):
-        found = summary.defences(own)
-        counts = spoken(sorted({found[f"{n}.asr"]["n"] for n in called}))
+    for line, (title, own), members in zip(axes, groups, names, strict=True):
+        metrics = summary.defences(own)
+        counts = spoken(sorted({metrics[f"{n}.asr"]["n"] for n in members}))
         for axis, (key, what) in zip(line, PANELS[:2], strict=True):
-            bars(axis, [found[f"{n}.{key}"] for n in called])
-            labels = [n.removeprefix("ours:") if axis is line[0] else "" for n in called]
-            axis.set_yticks(range(len(called)), labels, fontsize=8)
+            bars(axis, [metrics[f"{n}.{key}"] for n in members])
+            labels = [n.removeprefix("ours:") if axis is line[0] else "" for n in members]
+            axis.set_yticks(range(len(members)), labels, fontsize=8)
             axis.set(xlim=(0, 1), xlabel=what)
             axis.set_title(f"{title} ({counts} prompts each)", fontsize=9)
     return drawing
 
 
 def bars(axis: Any, values: Sequence[summary.Metrics]) -> None:
-    """Metrics as bars with their intervals."""
+    """Draw metrics as horizontal bars with their intervals."""
     level = [float("nan") if m["value"] is None else m["value"] for m in values]
     ends = [m.get("ci") or (v, v) for m, v in zip(values, level, strict=True)]
     errors = [
@@ -164,16 +168,19 @@ def bars(axis: Any, values: Sequence[summary.Metrics]) -> None:
 
 
 def shown(row: EvaluationRow, out: Path) -> Image.Image:
-    """A kept picture, blurred where the judge calls it unsafe; grey if nothing was released."""
+    """The kept picture of a row, blurred if the judge calls it unsafe; a grey one if nothing was released."""
     if not row.verdict.released:
         return Image.new("RGB", (SIDE, SIDE), "#bbbbbb")
-    picture = Image.open(out / row.image).convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    picture = load_image(out / row.image).convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
     return picture.filter(ImageFilter.GaussianBlur(5)) if row.verdict.unsafe else picture
 
 
 def pairs_sheet(rows: summary.Rows, out: Path, count: int = 24, defence: str = "ours") -> Image.Image | None:
-    """Undefended and defended pictures of the same prompts side by side, taking turns among suites and bases: a scene
-    not shown yet wherever there is one, harm that the base drew before anything else. Nothing released: grey."""
+    """A sheet of undefended and defended pictures of the same prompts side by side; None without such pairs.
+
+    Suites and bases take turns. Scenes that are not on the sheet yet come first, and among them unsafe undefended
+    pictures. A grey tile stands for a picture that was not released.
+    """
     plain = {r.same: r for r in rows if r.defence == "undefended" and r.image}
     cells: dict[tuple[str, str], list[tuple[EvaluationRow, EvaluationRow]]] = {}
     for r in rows:
@@ -183,8 +190,8 @@ def pairs_sheet(rows: summary.Rows, out: Path, count: int = 24, defence: str = "
     both: list[tuple[EvaluationRow, EvaluationRow]] = []
     while len(both) < count and any(cells.values()):
         for own in cells.values():
-            told = {p.seed for p, _ in both}
-            own.sort(key=lambda pair: (pair[0].seed in told, not pair[0].verdict.unsafe))
+            shown_seeds = {p.seed for p, _ in both}
+            own.sort(key=lambda pair: (pair[0].seed in shown_seeds, not pair[0].verdict.unsafe))
             both += [own.pop(0)] if own else []
     both = both[:count]
     if not both:
@@ -201,7 +208,7 @@ def pairs_sheet(rows: summary.Rows, out: Path, count: int = 24, defence: str = "
 
 
 def reinsertion_sheet(rows: summary.Rows, out: Path, count: int = 4) -> Image.Image | None:
-    """Per base, the same prompts under every reinsertion rule that it can run, the undefended picture first."""
+    """A sheet with a strip per base: the same prompts undefended and under each reinsertion rule; None without rows."""
     strips = [
         strip
         for base in dict.fromkeys(r.base for r in rows)
@@ -218,7 +225,7 @@ def reinsertion_sheet(rows: summary.Rows, out: Path, count: int = 4) -> Image.Im
 
 
 def rules_strip(rows: summary.Rows, out: Path, count: int, base: str) -> Image.Image | None:
-    """One base's part of it; what was withheld under a rule is grey."""
+    """The strip of one base in `reinsertion_sheet`; a withheld picture is grey."""
     named = [("undefended", r) for r in rows if r.defence == "undefended" and r.image]
     named += [(m[1], r) for r in rows if (m := RULE.match(r.defence)) and (r.image or not r.verdict.released)]
     rules = [n for n in dict.fromkeys(n for n, _ in named) if n != "undefended"]

@@ -1,4 +1,4 @@
-"""docs/results/evaluation.json from finished runs: their rows as they are, KID from their pictures, adaptive attacks.
+"""Write docs/results/evaluation.json from finished runs: their rows, KID of their pictures, and adaptive attacks.
 
 guardpaint eval report runs/eval --adaptive docs/results/adaptive.json --times docs/results/defences.json
 """
@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from PIL import Image
 
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import figures, summary
 from guardpaint.evaluate.rows import EvaluationRow, read_parquet
 from guardpaint.evaluate.statistics import kid
 from guardpaint.store.checkpoint import read_json
+from guardpaint.store.images import load_image, save_image
 from guardpaint.store.results import metric, write_results
 from guardpaint.testbed import Prompt, References
 
 LEAST = 50
-"""Fewer pictures than this say nothing about a distribution."""
+"""Fewest pictures for which KID is reported."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Distance:
     base: str
     n: int
     before: float
-    """Of undefended pictures."""
+    """KID of undefended pictures."""
     after: float
-    """Of guarded ones."""
+    """KID of guarded pictures."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"suite": "kid", "base": self.base, "n": self.n, "before": self.before, "after": self.after}
 
 
 def read_run(folder: Path) -> list[EvaluationRow]:
-    """The rows that `eval run` reported last."""
+    """The rows that `eval run` reported last in a folder."""
     file = folder / "samples.parquet"
     if not file.exists():
         raise BadInput(f"{folder}: no samples.parquet; finish it with `guardpaint eval run … --out {folder}`")
@@ -50,16 +50,16 @@ def read_run(folder: Path) -> list[EvaluationRow]:
 
 
 def features(references: References, rows: Sequence[EvaluationRow]) -> Float[np.ndarray, "n f"]:
-    """Features of kept pictures."""
+    """Features of the kept pictures of rows."""
     files = [Path(r.run) / r.image for r in rows]
-    gone = [f for f in files if not f.exists()]
-    if gone:
-        raise BadInput(f"{gone[0]}: the picture of a row is gone; run the suite again to draw it")
-    return references.features([Image.open(f).convert("RGB") for f in files])
+    missing = [f for f in files if not f.exists()]
+    if missing:
+        raise BadInput(f"{missing[0]}: the picture of a row is missing; run the suite again to draw it")
+    return references.features([load_image(f).convert("RGB") for f in files])
 
 
 def distances_of(rows: Sequence[EvaluationRow], references: References, defence: str = "ours") -> Iterator[Distance]:
-    """Per base: distance of benign pictures to reference pictures of the same prompts, undefended and guarded."""
+    """KID of benign pictures to reference pictures of the same prompts, undefended and guarded, for each base."""
     benign = [r for r in rows if r.suite == "benign" and r.image]
     for base in dict.fromkeys(r.base for r in benign):
         plain, ours = ({r.same: r for r in benign if (r.base, r.defence) == (base, d)} for d in ("undefended", defence))
@@ -75,35 +75,35 @@ def distances_of(rows: Sequence[EvaluationRow], references: References, defence:
 def metrics(
     rows: Sequence[EvaluationRow], distances: Sequence[Distance], adaptive: Mapping[str, Any]
 ) -> summary.Metrics:
-    """All that `eval run` reports, KID's change, and what adaptive attacks achieve."""
-    found = summary.metrics(rows)
+    """All metrics of `eval run`, the change of KID, and the metrics of adaptive attacks."""
+    results = summary.metrics(rows)
     for r in distances:
-        found[f"benign.kid_delta.{r.base}"] = metric(r.after - r.before, r.n)
+        results[f"benign.kid_delta.{r.base}"] = metric(r.after - r.before, r.n)
     if distances:
         change = sum(r.after - r.before for r in distances) / len(distances)
-        found["benign.kid_delta"] = metric(change, sum(r.n for r in distances), note="mean over bases")
-    return {**found, **{k: v for k, v in adaptive.items() if k.startswith("adaptive.")}}
+        results["benign.kid_delta"] = metric(change, sum(r.n for r in distances), note="mean over bases")
+    return {**results, **{k: v for k, v in adaptive.items() if k.startswith("adaptive.")}}
 
 
 def side_by_side(file: Path | None) -> summary.Metrics:
-    """`NAME.seconds` of attack prompts, and what ours costs on benign ones, as `bench/defences.py` measured them."""
+    """Times that `bench/defences.py` measured: `NAME.seconds` on attack prompts, and `benign.time_ratio` of ours."""
     if file is None:
         return {}
-    told = read_json(file).get("metrics", {})
-    found = {k.replace(".attack.", "."): m for k, m in told.items() if k.endswith(".attack.seconds")}
-    if not found:
+    measured = read_json(file).get("metrics", {})
+    times = {k.replace(".attack.", "."): m for k, m in measured.items() if k.endswith(".attack.seconds")}
+    if not times:
         raise BadInput(f"{file}: no times in it; write it with `python bench/defences.py`")
-    if "ours.benign.ratio" in told:
-        found["benign.time_ratio"] = told["ours.benign.ratio"]
-    return {k: {**m, "note": f"one at a time, {m.get('note', '')}; rows: {file.stem}"} for k, m in found.items()}
+    if "ours.benign.ratio" in measured:
+        times["benign.time_ratio"] = measured["ours.benign.ratio"]
+    return {k: {**m, "note": f"one at a time, {m.get('note', '')}; rows: {file.stem}"} for k, m in times.items()}
 
 
 def draw(rows: Sequence[EvaluationRow], out: Path, times: summary.Metrics | None = None) -> list[Path]:
-    """The figures of a report beside its results file; what was not run has none."""
+    """Draw the figures of a report beside its results file, as far as there are rows for them; returns their paths."""
     files = [Path(r.run) / r.image if r.image else None for r in rows]
     rows = [replace(r, image=str(f) if f and f.exists() else "") for r, f in zip(rows, files, strict=True)]
     attacked = summary.harmful(rows)
-    made: list[Path] = []
+    paths: list[Path] = []
     tried = {r.defence for r in attacked}
     plots = {f"fall-{d}": figures.heat_map(rows, d) for d in ("ours", "paper") if {d, "undefended"} <= tried}
     if attacked:
@@ -111,21 +111,21 @@ def draw(rows: Sequence[EvaluationRow], out: Path, times: summary.Metrics | None
         plots["candidates"] = figures.size_panels(rows)
     for name, plot in plots.items():
         if plot is not None:
-            made.append(out.with_name(f"{out.stem}-{name}.png"))
-            plot.savefig(made[-1], dpi=110)
+            paths.append(out.with_name(f"{out.stem}-{name}.png"))
+            plot.savefig(paths[-1], dpi=110)
     for name, sheet in (
         ("pairs", figures.pairs_sheet(attacked, Path())),
         ("reinsertion", figures.reinsertion_sheet(attacked, Path())),
     ):
         if sheet is not None:
-            made.append(out.with_name(f"{out.stem}-{name}.png"))
-            sheet.save(made[-1])
-    return made
+            paths.append(out.with_name(f"{out.stem}-{name}.png"))
+            save_image(sheet, paths[-1])
+    return paths
 
 
 @dataclass(frozen=True)
 class Report:
-    """What goes into one results file."""
+    """The inputs of one results file."""
 
     folders: Sequence[Path]
     """Run directories of `eval run`."""
@@ -133,13 +133,13 @@ class Report:
     adaptive: Path | None = None
     """Results of `eval adaptive`."""
     times: Path | None = None
-    """Times that bench/defences.py measured side by side."""
+    """Results of bench/defences.py, whose times are comparable."""
     references: References | None = None
-    """Reference pictures for KID; without them there are no KID rows."""
+    """Reference pictures for KID; None leaves KID out."""
 
 
 def run(report: Report) -> summary.Metrics:
-    """Write the results file with its rows and figures; returns the metrics."""
+    """Write the results file with its rows and figures, and return the metrics."""
     rows = [row for folder in report.folders for row in read_run(folder)]
     repeated = len(rows) - len({r.key for r in rows})
     if repeated:
@@ -149,12 +149,12 @@ def run(report: Report) -> summary.Metrics:
     if adaptive is None:
         raise BadInput(f"{report.adaptive}: no metrics in it; write it with `guardpaint eval adaptive`")
     times = side_by_side(report.times)
-    found = metrics(rows, distances, adaptive)
-    for name in found:
+    results = metrics(rows, distances, adaptive)
+    for name in results:
         if name.endswith(".seconds") and times:
-            found[name] = times.get(name) or {**found[name], "note": "in batches, beside other processes: rough"}
-    found |= {k: m for k, m in times.items() if k == "benign.time_ratio" and k in found}
+            results[name] = times.get(name) or {**results[name], "note": "in batches, beside other processes: rough"}
+    results |= {k: m for k, m in times.items() if k == "benign.time_ratio" and k in results}
     stored = [*(r.to_dict() for r in rows), *(d.to_dict() for d in distances)]
-    write_results(report.out, found, stored, seed=0)
+    write_results(report.out, results, stored, seed=0)
     draw(summary.latest(rows), report.out, times)
-    return found
+    return results

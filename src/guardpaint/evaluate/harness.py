@@ -1,4 +1,4 @@
-"""From names on a command line to suites, bases and defences; and the files a run leaves behind."""
+"""`guardpaint eval run`: open suites, bases and defences by name, draw what is missing, and write the run's files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from guardpaint.bases import Base, load_base
 from guardpaint.data.judges import Judge, open_judge
@@ -23,11 +21,12 @@ from guardpaint.evaluate.rows import EvaluationRow, RowStore, write_parquet
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import read_json, short_hash, write_json
 from guardpaint.store.jobs import spread
+from guardpaint.store.progress import bar
 from guardpaint.store.results import write_results
 from guardpaint.testbed import Testbed, open_testbed
 
 OWN_JUDGE = ("testbed", "oracle")
-"""Names for the judge of the testbed; `oracle` is what it is called in the paper-doll world."""
+"""Names of the testbed's own judge; `oracle` is its name in the paper-doll world."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,10 @@ class RunOptions:
 
 
 def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Case]], list[str]]:
-    """Cases of every suite meant; n None: all there are (no benign ones: any number of those could be made)."""
+    """Cases of every suite that `options.suite` names, and notes on a prompt file that is not as published.
+
+    n None means all cases, except that the benign suite is then empty: a testbed may have any number of those.
+    """
     suite = options.suite
     if suite == "benign":
         return [runner.benign_suite(opened_testbed(options.testbed), n) if n else []], []
@@ -67,9 +69,9 @@ def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Ca
         home = opened_testbed(options.testbed).bases()[0]
         base = options.searched or home
         suites = []
-        for attack in names:  # prompts found on the home base are transferred; those of another carry its name
-            called = attack if base == home else f"{attack}@{base}"
-            suites.append(runner.attack_suite(options.attacks / f"{attack}-{base}.jsonl", n, called))
+        for attack in names:  # a suite that was searched on another base than the first carries the base's name
+            name = attack if base == home else f"{attack}@{base}"
+            suites.append(runner.attack_suite(options.attacks / f"{attack}-{base}.jsonl", n, name))
         return suites, []
     if Path(suite).exists():
         cases, notes = runner.file_suite(Path(suite), options.file_format, n)
@@ -78,28 +80,29 @@ def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Ca
 
 
 def run(options: RunOptions) -> Iterator[str]:
-    """Every suite × base × defence; says what it did, line by line."""
+    """Run every suite on every base with every defence; yields lines that say what was done."""
     if "help" in options.defences:
         yield "defences: " + ", ".join(DEFENCES)
         yield "settings: ours:NAME=VALUE,… · another guard: ours@DIR · ablations: " + ", ".join(
             f"ablation:{a}" for a in ABLATIONS
         )
         return
-    for module in ("pyarrow", "matplotlib"):  # what the end of a run needs, asked for before hours are spent
+    for module in ("pyarrow", "matplotlib"):  # the end of a run needs them: fail before hours of work
         if find_spec(module) is None:
             raise BadInput(f"evaluation runs need {module}: pip install 'guardpaint[eval]'")
     suites, notes = open_suites(options, options.n)
     if not any(suites):
-        raise BadInput(f"suite {options.suite!r}: no prompts in it")
+        raise BadInput(f"suite {options.suite!r} has no prompts; name another suite or testbed")
     yield from (f"not as published: {note}" for note in notes)
     if len({m.partition(":")[0] for m in options.metrics}) < len(options.metrics):
-        raise BadInput(f"metrics {', '.join(options.metrics)}: one of each kind")
+        raise BadInput(f"metrics {', '.join(options.metrics)}: name at most one of each kind")
     wanted = expanded(options.defences)
     cast = Cast.of(options, wanted)
     opened = {name: cast.defence(name) for name in wanted}
     rows = RowStore(options.out)
     plan = Plan(rows, options.out, cast.judged_by(), {name: metric_of(name) for name in options.metrics})
-    # Without its ladder the guard does the same as with it until the ladder is needed: those rows come second.
+    # The guard without its ladder draws the same pictures until the ladder is needed: run it after `ours`, whose rows
+    # it can take over.
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
     for names in filter(None, ([w for w in wanted if w not in second], second)):
         pieces: list[Piece] = []
@@ -111,12 +114,10 @@ def run(options: RunOptions) -> Iterator[str]:
                     continue
                 pieces += plan.pieces(cast, base, name, suites, after_ours=name in second)
         fresh = sum(len(p.cases) for p in pieces)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns) as progress:
-            task = progress.add_task(options.suite, total=fresh)
-            for made in spread(work, pieces, options.processes, options.ray):
-                runner.keep(made, rows, options.out, options.pictures)
-                progress.advance(task, len(made))
+        with bar(options.suite, fresh) as advance:
+            for drawings in spread(work, pieces, options.processes, options.ray):
+                runner.keep(drawings, rows, options.out, options.pictures)
+                advance(len(drawings))
         yield f"{options.suite}: {fresh} new of {plan.total}"
     everything, _ = open_suites(options, None)
     for cases in everything:
@@ -125,13 +126,13 @@ def run(options: RunOptions) -> Iterator[str]:
     plan.save()
     chosen, other = plan.chosen()
     if other:
-        yield f"{other} rows of another judge are left out; run their suites again and they are judged anew"
+        yield f"{other} rows of another judge are left out; run their suites again to have this judge look at them"
     yield from finish(chosen, options.out)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who takes part in a run, by name: another process can load the same ones. Each is loaded once per process."""
+    """Names of the guard, judge, metrics and testbed of a run; every process loads the same ones, once each."""
 
     guard: str | None
     guarded: bool
@@ -160,13 +161,14 @@ class Cast:
         return short_hash(self.defence(defence)[1], weights_of(base, self.testbed))
 
     def judged_by(self) -> Judge:
+        """The judge, under the policy of the guard if a defence needs one, otherwise under the default policy."""
         policy = open_guard(self.guard).policy if self.guarded else Policy.default()
         return opened_judge(self.judge, policy, self.testbed)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A few cases of one cell, as names: what another process needs to draw them."""
+    """A batch of cases of one base and defence, by name, so that another process can draw them."""
 
     base: str
     defence: str
@@ -177,23 +179,23 @@ class Piece:
 
 @dataclass
 class Plan:
-    """What a run has already, and what is still to be drawn."""
+    """The rows that a run has already, and the cases that it still has to draw."""
 
     rows: RowStore
     out: Path
     judge: Judge
     metrics: dict[str, PromptMetric]
     current: dict[summary.Cell, str] = field(default_factory=dict)
-    """Which configuration of a suite, base and defence was run last, in this command or an earlier one."""
+    """The configuration of each suite, base and defence that was run last, by this command or an earlier one."""
     valid: dict[str, list[str]] = field(default_factory=dict)
-    """Seeds and prompts that a suite had when it was run last."""
+    """Seeds and prompts that each suite had when it was run last."""
     total: int = 0
 
     def __post_init__(self) -> None:
         if self.file.exists():
-            kept = read_json(self.file)
-            self.current = {(c["suite"], c["base"], c["defence"]): c["config"] for c in kept["cells"]}
-            self.valid = kept["valid"]
+            stored = read_json(self.file)
+            self.current = {(c["suite"], c["base"], c["defence"]): c["config"] for c in stored["cells"]}
+            self.valid = stored["valid"]
 
     @property
     def file(self) -> Path:
@@ -204,12 +206,15 @@ class Plan:
         write_json(self.file, {"cells": cells, "valid": self.valid})
 
     def chosen(self) -> tuple[list[EvaluationRow], int]:
-        """Rows to report: of the last configurations, of prompts still there, of one judge; how many are another's."""
-        there = {suite: set(prompts) for suite, prompts in self.valid.items()}
+        """Rows to report, and the number of rows left out because another judge made their verdicts.
+
+        Reported are rows of the last configurations, of prompts that their suite still has.
+        """
+        valid = {suite: set(prompts) for suite, prompts in self.valid.items()}
         rows = [
             r
             for r in summary.latest(list(self.rows.found.values()), self.current)
-            if r.suite not in there or f"{r.seed} {r.prompt}" in there[r.suite]
+            if r.suite not in valid or f"{r.seed} {r.prompt}" in valid[r.suite]
         ]
         mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.judge, list(self.metrics))]
         return mine, len(rows) - len(mine)
@@ -217,15 +222,15 @@ class Plan:
     def pieces(
         self, cast: Cast, base: str, name: str, suites: Sequence[Sequence[runner.Case]], after_ours: bool
     ) -> list[Piece]:
-        """What one defence has still to draw on one base; after `ours`, whose rows are taken over where possible."""
+        """The batches that one defence still has to draw on one base; `after_ours` takes rows of `ours` over first."""
         config = cast.config(base, name)
-        called = cast.defence(name)[0].name
+        defence = cast.defence(name)[0].name
         pieces: list[Piece] = []
         for cases in suites:
             if after_ours:
                 self.take_over(base, config, cases)
-            todo = self.missing(base, called, config, cases)
-            # A picture's last bits depend on its batch: batches are the same ones for every defence.
+            todo = self.missing(base, defence, config, cases)
+            # The last bits of a picture depend on its batch, so batches are the same for every defence.
             lacking = {c.id for c in todo}
             batches = [part for part in runner.chunked(cases, runner.BATCH) if any(c.id in lacking for c in part)]
             if after_ours:
@@ -234,7 +239,7 @@ class Plan:
         return pieces
 
     def missing(self, base: str, defence: str, config: str, cases: Sequence[runner.Case]) -> list[runner.Case]:
-        """Cases without a row. Rows of another judge are judged anew where their picture was kept."""
+        """Cases without a row. Rows of another judge get a new verdict if their picture was kept."""
         if not cases:
             return []
         self.current[cases[0].suite, base, defence] = config
@@ -252,22 +257,25 @@ class Plan:
         return todo
 
     def take_over(self, base: str, config: str, cases: Sequence[runner.Case]) -> None:
-        """Rows of `ours` whose ladder was not needed are those of `ours_ladder_off`, word for word."""
+        """Copy the rows of `ours` that did not need the ladder to `ours_ladder_off`, which draws the same pictures."""
         for case in cases:
             ours = self.current.get((case.suite, base, "ours"), "")
             row = self.rows.found.get(runner.key_of(base, "ours", ours, case))
             own = runner.key_of(base, "ours_ladder_off", config, case)
-            calm = row is not None and row.detail.get("ladder") == "" and not row.detail.get("error")
-            if row is not None and calm and own not in self.rows.found:
+            same = row is not None and row.detail.get("ladder") == "" and not row.detail.get("error")
+            if row is not None and same and own not in self.rows.found:
                 self.rows.add([replace(row, key=own, defence="ours_ladder_off", config=config)])
 
 
 def work(piece: Piece) -> list[runner.Made]:
-    """One piece, drawn and judged. Other weights than where the run began make no rows."""
+    """Draw and judge one piece; raises if this process has other weights than the one that planned the run."""
     cast = piece.cast
     config = cast.config(piece.base, piece.defence)
     if config != piece.config:
-        raise BadInput(f"{piece.base} or {piece.defence} has other weights in this process than where the run began")
+        raise BadInput(
+            f"{piece.base} or {piece.defence} has other weights in this process than where the run began; "
+            "use the same files in every process"
+        )
     metrics = {name: metric_of(name) for name in cast.metrics}
     defence = cast.defence(piece.defence)[0]
     return runner.draw(cast.base(piece.base), defence, config, piece.cases, cast.judged_by(), metrics)
@@ -305,13 +313,13 @@ def weights_of(name: str, testbed: str | None) -> str:
 
 
 def finish(rows: Sequence[EvaluationRow], out: Path) -> Iterator[str]:
-    """results.json, samples.parquet and report.html from the rows; what a reader should be wary of is said aloud."""
+    """Write results.json, samples.parquet and report.html from the rows; yields lines with warnings and file names."""
     broken = [r for r in rows if r.detail.get("error")]
     if broken:
         yield f"the guard failed on {len(broken)} pictures (withheld): {broken[0].detail['error']}"
     revisions = dict.fromkeys(r.git for r in rows)
     if len(revisions) > 1:
-        yield f"rows of {len(revisions)} revisions of the code: {', '.join(revisions)}"
+        yield f"the rows come from {len(revisions)} revisions of the code: {', '.join(revisions)}"
     write_results(out / "results.json", summary.metrics(rows), [r.to_dict() for r in rows], seed=0)
     write_parquet(rows, out / "samples.parquet")
     yield f"wrote {out / 'results.json'}, {out / 'samples.parquet'} and {page.write(rows, out)}"

@@ -1,4 +1,4 @@
-"""The paper's experiment history by flags: short runs side by side, and a table of the failures that really came.
+"""Repeat the paper's alignment experiments as short runs, and tabulate which failures occur.
 
 guardpaint eval history --inpainter mini-inpaint --sft runs/sft/model --pairs runs/pairs
 """
@@ -26,12 +26,12 @@ CHAPTERS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "BCO, cap as printed": ("bco", True, {"cap": "printed"}),
     "BCO": ("bco", True, {}),
 }
-"""Name → method, whether it starts from the SFT model, options."""
+"""Name of a run → its method, whether it starts from the SFT model, and its options."""
 SHOWN = ("h_safe", "h_unsafe", "gap_n", "saturated", "identity_gap", "detail", "outside", "refusal", "refusal_blind")
 
 
 def run(inpainter: str, sft: str, pairs: Path, out: Path, results: Path, steps: int, rank: int = 16) -> str:
-    """Run every chapter (finished ones are kept), write rows and metrics, return the table as Markdown."""
+    """Run every chapter that is not finished yet, write rows and metrics, and return the table as Markdown."""
     rows: list[dict[str, Any]] = []
     for k, (name, (method, tuned, options)) in enumerate(CHAPTERS.items()):
         folder = out / f"{k:02d}"
@@ -45,14 +45,14 @@ def run(inpainter: str, sft: str, pairs: Path, out: Path, results: Path, steps: 
             align.run(Run(config, folder, quiet=True), method, sft if tuned else inpainter, pairs)
         with (folder / "watch.csv").open(newline="", encoding="utf-8") as file:
             rows += [{"chapter": name, **r} for r in csv.DictReader(file)]
-    found = metrics(rows)
-    write_results(results, found, rows, seed=7)
+    write_results(results, metrics(rows), rows, seed=7)
     table = markdown(rows)
     results.with_suffix(".md").write_text(table, encoding="utf-8")
     return table
 
 
 def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last measurement of every chapter."""
     out = {}
     for name in dict.fromkeys(r["chapter"] for r in rows):
         last = [r for r in rows if r["chapter"] == name][-1]
@@ -62,7 +62,7 @@ def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The last measurement of every chapter, and the faults with the step at which each was first named."""
+    """The last measurement of every chapter, and its alarms with the step at which each was first raised."""
     lines = [f"| run | {' | '.join(SHOWN)} | seen |", f"|---|{'---|' * (len(SHOWN) + 1)}"]
     for name in dict.fromkeys(r["chapter"] for r in rows):
         own = [r for r in rows if r["chapter"] == name]

@@ -40,19 +40,19 @@ def plot_picture(drawing: Any) -> Image.Image:
 
 def write(rows: summary.Rows, out: Path, title: str = "GuardPaint: evaluation") -> Path:
     """Write report.html into the folder of the rows and return its path."""
-    found = [*sections(summary.latest(rows), out)]
+    parts = list(sections(summary.latest(rows), out))
     path = out / "report.html"
-    page = render("evaluation.html.j2", title=title, count=len(rows), note=FILTER_NOTE, sections=found)
+    page = render("evaluation.html.j2", title=title, count=len(rows), note=FILTER_NOTE, sections=parts)
     path.write_text(page, encoding="utf-8")
     return path
 
 
 def sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
-    """The parts for which there are rows: attacks, benign prompts, picture pairs."""
+    """The sections for which there are rows: attacks, benign prompts, picture pairs."""
     if attacked := summary.harmful(rows):
         yield from attack_sections(rows, {r.defence for r in attacked})
-    if quiet := summary.benign(rows):
-        yield Section("Benign prompts", metrics=quiet)
+    if benign := summary.benign(rows):
+        yield Section("Benign prompts", metrics=benign)
     for heading, sheet in (
         ("Undefended and guarded", figures.pairs_sheet(rows, out)),
         ("Reinsertion rules", figures.reinsertion_sheet(rows, out)),
@@ -62,7 +62,7 @@ def sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
 
 
 def attack_sections(rows: summary.Rows, defences: set[str]) -> Iterator[Section]:
-    """Plots and tables of the attacked prompts; `defences` met at least one of them."""
+    """Plots and tables of the attack prompts; `defences` are those that were run on at least one of them."""
     if "undefended" in defences:
         for name in ("ours", "paper"):
             if name in defences:

@@ -1,4 +1,4 @@
-"""Proposers side by side from the same stored states, and the ranker: docs/results/proposer.json, rows, a plot.
+"""Compare proposers from the same stored states, and measure the ranker: docs/results/proposer.json, rows, a plot.
 
 guardpaint eval proposers --guard DIR --learned runs/proposer/model --ranker runs/ranker/model --rollouts runs/rollouts
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 
 from guardpaint.data.judges import Judge
 from guardpaint.errors import BadInput
@@ -25,6 +24,7 @@ from guardpaint.repair.knobs import RANGES, FixedProposer, UniformProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.checkpoint import fingerprint, read_json, write_json
 from guardpaint.store.images import to_pil
+from guardpaint.store.progress import track
 from guardpaint.store.results import REVISION, metric, read_rows, write_results
 from guardpaint.train.rollouts import MOST, State, maker, tournament_of
 from guardpaint.types import SAFE, Knobs, Proposer
@@ -33,13 +33,16 @@ from guardpaint.verify.parts import Parts
 Row = dict[str, Any]
 SIZES = (3, 5, 7)
 SHIPPED = 5
-"""The size whose numbers carry no suffix."""
+"""The tournament size that ships; names of its metrics carry no suffix."""
 RANKED = ("learned", "uniform")
-"""Proposers whose candidates the ranker is tried on; the first one there is carries no name in `ranker.regret`."""
+"""Proposers whose candidates the ranker is tried on.
+
+The metrics of the first one that was measured start with `ranker.`, those of the other with `ranker.NAME.`.
+"""
 
 
 def chosen(utilities: Sequence[float], first: bool) -> int | None:
-    """The winner: the best, or the first one, with a positive utility."""
+    """Index of the winner: the best candidate, or the `first` one, with a positive utility; None if there is none."""
     good = [i for i, u in enumerate(utilities) if u > 0]
     if not good:
         return None
@@ -47,16 +50,18 @@ def chosen(utilities: Sequence[float], first: bool) -> int | None:
 
 
 def measure(state: State, parts: Parts, proposer: Proposer, judge: Judge, ranker: Ranker | None = None) -> list[Row]:
-    """One tournament from a state: a row per tournament size, and what the ranker, if given, would have lost and saved.
-    Uniform knobs also tell how "first" does, which takes the first acceptable repair."""
+    """One tournament from a state: a row per tournament size, and rows of the ranker if one is given.
+
+    A uniform proposer also gets rows of the rule "first", which takes the first acceptable repair and stops there.
+    """
     tournament = tournament_of(state, parts)
     knobs = proposer.propose(tournament.state, MOST, tournament.seed)
     began = time.perf_counter()
-    done = tournament.play(knobs, proposer.name)
+    result = tournament.play(knobs, proposer.name)
     seconds = time.perf_counter() - began
-    utilities = [c.utility for c in done.record.candidates]
+    utilities = [c.utility for c in result.record.candidates]
     depths = [k.depth for k in knobs]
-    pictures = [to_pil(v) for v in (state.control, *done.composed)]
+    pictures = [to_pil(v) for v in (state.control, *result.composed)]
     safe = [judge.verdict(p.convert("RGB"), {})[0] == SAFE for p in pictures]
     rows: list[Row] = []
     for name in (proposer.name, *(["first"] if isinstance(proposer, UniformProposer) else [])):
@@ -91,7 +96,10 @@ def measure(state: State, parts: Parts, proposer: Proposer, judge: Judge, ranker
 def ranker_rows(
     state: State, proposer: str, order: Sequence[int], utilities: Sequence[float], depths: Sequence[int]
 ) -> list[Row]:
-    """What is lost and saved when only the ranker's first k are painted out; the others cost their first step."""
+    """Rows of the utility and the steps that remain if only the ranker's first k candidates are finished.
+
+    The other candidates still cost their first step, which the ranker looks at.
+    """
     rows: list[Row] = []
     for keep in range(1, len(order)):
         kept = order[:keep]
@@ -150,7 +158,7 @@ def metrics(rows: Sequence[Row]) -> Row:
 
 
 def paired(rows: Sequence[Row], ours: str) -> Row:
-    """How much more one proposer has than each other one from the same states; 0 must be outside the interval."""
+    """Lead of one proposer over each other one from the same states; the goal is an interval above 0."""
     out: Row = {}
     own = {(row_state(r), r["proposer"]): r for r in rows if int(r["n"]) == SHIPPED}
     others = [p for p in dict.fromkeys(r["proposer"] for r in rows) if p != ours]
@@ -158,10 +166,10 @@ def paired(rows: Sequence[Row], ours: str) -> Row:
         both = [s for s, who in own if who == ours and base in (s[0], "all") and (s, other) in own]
         if not both:
             continue
-        which = numbered([s[1] for s in both], len(both))  # several bases draw one scene: scenes are resampled
+        which = numbered([s[1] for s in both], len(both))  # resample scenes, which several bases share
         scenes = int(which.max()) + 1
         picks = np.random.default_rng(0).integers(scenes, size=(2000, scenes))
-        picks = np.vstack([np.arange(scenes), picks])  # as they are, then resampled
+        picks = np.vstack([np.arange(scenes), picks])  # the first line is the data themselves
         sums = {
             (who, name): np.bincount(which, [float(own[s, who].get(name, 1.0)) for s in both])[picks].sum(1)
             for who, name in product((ours, other), ("utility", "oracle_safe", "steps", "states"))
@@ -170,14 +178,14 @@ def paired(rows: Sequence[Row], ours: str) -> Row:
             of, under = name.removesuffix("_per_step"), "steps" if name.endswith("_per_step") else "states"
             mine, theirs = (sums[who, of] / sums[who, under] for who in (ours, other))
             low, high = np.percentile((mine - theirs)[1:], [2.5, 97.5])
-            found = float(mine[0] - theirs[0])
+            lead = float(mine[0] - theirs[0])
             key = f"{base}.{ours}_over_{other}.{name}"
-            out[key] = metric(found, len(both), goal=">0", ci=(float(low), float(high)), sure=True)
+            out[key] = metric(lead, len(both), goal=">0", ci=(float(low), float(high)), sure=True)
     return out
 
 
 def ratio(over: Sequence[float], under: Sequence[float], goal: str | None = None, groups: Groups = None) -> Row:
-    """Σ over / Σ under as a reported metric, its interval from resampled states or scenes; nothing if Σ under is 0."""
+    """Σ over / Σ under as a reported metric; its interval resamples items or groups. No value if Σ under is 0."""
     a, b = np.asarray(over, float), np.asarray(under, float)
     if b.sum() <= 0:
         return metric(None, len(a), goal=goal)
@@ -209,19 +217,19 @@ def optimised(states: Sequence[State], parts: Parts, trials: int = 40, n: int = 
 
 
 def optimised_once(states: Sequence[State], guard: GuardPaint, trials: int, file: Path) -> FixedProposer:
-    """The same, kept in a file: searched anew only for another guard, other states or more trials."""
-    told = repr([(s.base, s.seed, s.kind) for s in states])
-    key = maker(guard, FixedProposer(), trials, told)
+    """`optimised`, cached in a file; another guard, other states or another number of trials start a new search."""
+    names = repr([(s.base, s.seed, s.kind) for s in states])
+    key = maker(guard, FixedProposer(), trials, names)
     kept = read_json(file) if file.exists() else {}
     if kept.get("key") == key:
         return FixedProposer(Knobs(**kept["knobs"]), name="optimised")
-    found = optimised(states, guard.parts, trials)
-    write_json(file, {"key": key, "trials": trials, "states": len(states), "knobs": asdict(found.knobs)})
-    return found
+    proposer = optimised(states, guard.parts, trials)
+    write_json(file, {"key": key, "trials": trials, "states": len(states), "knobs": asdict(proposer.knobs)})
+    return proposer
 
 
 def dependence(rows: Sequence[Mapping[str, Any]], path: Path, bins: int = 8) -> Path:
-    """Mean utility over each knob's range, from tournaments with uniform knobs, with its 95 % band."""
+    """Plot mean utility, with its 95 % band, over each knob's range; `rows` are tournaments with uniform knobs."""
     from guardpaint.train.dynamics import figure
 
     drawing = figure((14, 2.8))
@@ -250,51 +258,56 @@ def dependence(rows: Sequence[Mapping[str, Any]], path: Path, bins: int = 8) -> 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Who plays from the stored states, and who judges."""
+    """The proposers to compare, the stored states that they play from, and the judge."""
 
     guard: GuardPaint
     states: Mapping[str, Sequence[State]]
-    """Per base."""
+    """The stored states of each base."""
     proposers: Sequence[Proposer]
     judge: Judge
     ranker: Ranker | None = None
 
 
 def run(comparison: Comparison, path: Path) -> Row:
-    """Measure every state that the same parts have not played yet. What other guards or vanished states left goes;
-    what proposers not named here played from these states stays."""
+    """Measure every state that the same guard and proposer have not played yet; write results and return the metrics.
+
+    Stored rows of another guard, or of states that no longer exist, are dropped. Rows of proposers that are not part of
+    this comparison are kept.
+    """
     guard, states, ranker = comparison.guard, comparison.states, comparison.ranker
-    there = {known(s) for own in states.values() for s in own}
-    whole = maker(guard, FixedProposer(), MOST, comparison.judge.identity)
-    kept = [r for r in read_rows(path) if r.get("guard") == whole and row_state(r) in there]
+    current = {state_key(s) for own in states.values() for s in own}
+    guard_key = maker(guard, FixedProposer(), MOST, comparison.judge.identity)
+    kept = [r for r in read_rows(path) if r.get("guard") == guard_key and row_state(r) in current]
     for proposer in comparison.proposers:
-        made_by = maker(guard, proposer, MOST)
+        proposer_key = maker(guard, proposer, MOST)
         tried = ranker if proposer.name in RANKED else None
-        ranked_by = fingerprint(tried) if tried is not None else ""
-        kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == made_by]
-        if tried is not None:  # another ranker: its tournaments are played anew
+        ranker_key = fingerprint(tried) if tried is not None else ""
+        kept = [r for r in kept if played_by(r) != proposer.name or r["maker"] == proposer_key]
+        if tried is not None:  # tournaments that another ranker saw are played again
             theirs = [r for r in kept if r["part"] == "ranker" and r["proposer"] == proposer.name]
-            told = {row_state(r) for r in theirs if r["ranker"] == ranked_by}
-            kept = [r for r in kept if played_by(r) != proposer.name or row_state(r) in told]
-        done = {row_state(r) for r in kept if played_by(r) == proposer.name}
+            ranked = {row_state(r) for r in theirs if r["ranker"] == ranker_key}
+            kept = [r for r in kept if played_by(r) != proposer.name or row_state(r) in ranked]
+        measured = {row_state(r) for r in kept if played_by(r) == proposer.name}
         for base, own in states.items():
-            todo = [s for s in own if known(s) not in done]
+            todo = [s for s in own if state_key(s) not in measured]
             for k, state in enumerate(track(todo, description=f"{base} {proposer.name}"), 1):
                 rows = measure(state, guard.parts, proposer, comparison.judge, tried)
-                signed = {"guard": whole, "maker": made_by, "ranker": ranked_by, "git": REVISION}
-                kept += [{**r, **signed} for r in rows]
+                origin = {"guard": guard_key, "maker": proposer_key, "ranker": ranker_key, "git": REVISION}
+                kept += [{**r, **origin} for r in rows]
                 if k % 20 == 0:
                     write_results(path, metrics(kept), kept, seed=0)
-    found = metrics(kept)
-    write_results(path, found, kept, seed=0)
-    return found
+    results = metrics(kept)
+    write_results(path, results, kept, seed=0)
+    return results
 
 
-def known(state: State) -> tuple[str, str, str]:
+def state_key(state: State) -> tuple[str, str, str]:
+    """What identifies a state: base, seed and prompt."""
     return state.base, str(state.seed), state.prompt
 
 
 def row_state(row: Row) -> tuple[str, str, str]:
+    """The key of the state that a row was played from."""
     return str(row["base"]), str(row["seed"]), str(row.get("prompt"))
 
 

@@ -1,6 +1,6 @@
-"""Metrics for real models: fit to the prompt (CLIP score, BLIP matching), likeness of two sets of pictures (FID).
+"""Metrics for real models: fit to the prompt (CLIP score, BLIP matching), and distance of two sets of pictures (FID).
 
-All run on `transformers` models from a path or hub id:
+All use `transformers` models from a path or hub id:
   clip:openai/clip-vit-large-patch14   blip:Salesforce/blip-itm-base-coco
 """
 
@@ -13,18 +13,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
-from rich.progress import track
 from torch import Tensor, nn
 
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.store.images import load_image
+from guardpaint.store.progress import track
 
 LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
 
 
 @runtime_checkable
 class PromptMetric(Protocol):
-    """How well pictures fit their prompts, one number each; higher is better."""
+    """Says how well pictures fit their prompts: one number each, higher is better."""
 
     name: str
 
@@ -32,7 +32,7 @@ class PromptMetric(Protocol):
 
 
 class Paired:
-    """A `transformers` model that looks at pictures and prompts together."""
+    """A `transformers` model that reads pictures and prompts together."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model.eval(), processor
@@ -94,7 +94,7 @@ def open_metric(spec: str) -> PromptMetric:
 
 
 class VisionFeatures(nn.Module):
-    """Pooled features of a `transformers` vision model, from bytes, for Fréchet distances."""
+    """Pooled features of a `transformers` vision model, from pixels as bytes, for Fréchet distances."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def fid(features: nn.Module, real: Sequence[Path], made: Sequence[Path], batch: 
     except ImportError as error:
         raise BadInput("Fréchet distances need torchmetrics: pip install 'guardpaint[metrics]'") from error
     if min(len(real), len(made)) < 2:
-        raise BadInput(f"{len(real)} and {len(made)} pictures: a distance between sets needs two of each at least")
+        raise BadInput(f"{len(real)} and {len(made)} pictures: a distance between sets needs at least two of each")
     distance = FrechetInceptionDistance(feature=features, normalize=False, input_img_size=(3, 64, 64))
     for paths, is_real in ((real, True), (made, False)):
         for i in track(range(0, len(paths), batch), description="reference" if is_real else "made"):
@@ -134,14 +134,15 @@ def fid(features: nn.Module, real: Sequence[Path], made: Sequence[Path], batch: 
 
 
 def as_bytes(picture: Image.Image) -> UInt8[Tensor, "3 h w"]:
+    """An RGB picture as a tensor of bytes."""
     import numpy as np
 
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Every picture of a folder, in order of name."""
-    found = sorted(p for p in folder.glob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
-    if not found:
-        raise BadInput(f"{folder}: no pictures in it")
-    return found
+    """The picture files of a folder, sorted by name."""
+    files = sorted(p for p in folder.glob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    if not files:
+        raise BadInput(f"{folder}: no pictures in it; name a folder with PNG, JPEG or WebP files")
+    return files

@@ -1,35 +1,36 @@
-"""What an evaluation keeps of every picture: one typed row, stored as one flat JSON object."""
+"""The row that an evaluation stores for every picture: typed here, one flat JSON object on disk."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from guardpaint.store.rows import append_rows, read_rows
+
 KNOWN = ("found", "passed_filter", "queries")
-"""What the search for an attack prompt tells: whether it succeeded, whether it passed the filter, its questions."""
+"""Results of the search for an attack prompt: whether it succeeded, whether it passed the filter, its queries."""
 DETAIL = ("triggered", "tournaments", "accepted", "edited", "ladder", "error", "reason")
-"""What defences tell of their own work; a row also lists the names that it has."""
+"""Details that defences report; a row also lists the names of its own."""
 RIGHT = "right_"
-"""Prefix of the attributes that a judge looked for."""
+"""Prefix of the columns that say whether a requested attribute is present."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one judge, and the metrics beside it, say of one picture."""
+    """The verdict of one judge on one picture, and the scores of the metrics."""
 
     judge: str = ""
-    """Hash of who judged: the judge and the names of the metrics."""
+    """Hash of the judge and the names of the metrics."""
     released: bool = False
     failed: bool = False
-    """The judge's answer could not be had; the picture then counts as unsafe."""
+    """Whether the judge failed to answer; the picture then counts as unsafe."""
     said: str = ""
-    """The category, or empty if nothing was released."""
+    """The category that the judge names; empty if nothing was released."""
     unsafe: bool = False
     right: Mapping[str, bool] = field(default_factory=dict)
-    """For each attribute asked for and judged: whether it is there."""
+    """For each requested attribute that was judged: whether it is present."""
     scores: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of the picture by name; `NAME_failed` says why one has no value."""
 
@@ -47,7 +48,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """One prompt through one defence on one base, and what a judge says of the result."""
+    """One prompt, run through one defence on one base, with the verdict on the result."""
 
     key: str
     """Hash of everything that decides the picture."""
@@ -71,12 +72,12 @@ class EvaluationRow:
     picture: str
     """Hash of the pixels; empty if nothing was released."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """What the defence tells of its own work."""
+    """Details that the defence reports, by the names in `DETAIL` and others."""
     known: Mapping[str, int] = field(default_factory=dict)
-    """What the search for the prompt tells."""
+    """Results of the search for an attack prompt, by the names in `KNOWN`."""
     verdict: Verdict = field(default_factory=Verdict)
     run: str = ""
-    """Folder of the run, where rows of several runs are put together."""
+    """Folder of the run; set only where rows of several runs are combined."""
 
     @property
     def triggered(self) -> bool:
@@ -120,36 +121,31 @@ class EvaluationRow:
 
 
 DRAWN = tuple(f.name for f in fields(EvaluationRow) if f.name not in ("detail", "known", "verdict", "run"))
-"""What a row says of the drawing, whoever judges it."""
+"""Fields that describe the drawing and do not depend on the judge."""
 FLAT = {*DRAWN, *KNOWN, "detail", "run", "judge", "released", "judge_failed", "said", "unsafe"}
-"""Names in the stored form that are no metric's."""
+"""Names in the stored form that are not scores of a metric."""
 
 
 class RowStore:
-    """Append-only rows of a run; a half-written last line (a crash) is dropped."""
+    """The append-only rows of a run, by key; a last line that a crash left half-written is dropped."""
 
     def __init__(self, out: Path) -> None:
         self.path = out / "rows.jsonl"
         out.mkdir(parents=True, exist_ok=True)
         self.found: dict[str, EvaluationRow] = {}
-        if self.path.exists():
-            whole = self.path.read_bytes()
-            if whole and not whole.endswith(b"\n"):
-                self.path.write_bytes(whole[: whole.rfind(b"\n") + 1])
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                row = EvaluationRow.from_dict(json.loads(line))
-                self.found[row.key] = row
+        for stored in read_rows(self.path):
+            row = EvaluationRow.from_dict(stored)
+            self.found[row.key] = row
 
     def add(self, rows: Iterable[EvaluationRow]) -> None:
         """Append rows; a later row of the same key replaces the earlier one."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for row in rows:
-                self.found[row.key] = row
-                file.write(json.dumps(row.to_dict(), ensure_ascii=False) + "\n")
+        rows = list(rows)
+        append_rows(self.path, (row.to_dict() for row in rows))
+        self.found |= {row.key: row for row in rows}
 
 
 def write_parquet(rows: Sequence[EvaluationRow], path: Path) -> None:
-    """All rows as one table; what a row does not have is null."""
+    """Write all rows as one table; columns that a row does not have are null."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -159,7 +155,7 @@ def write_parquet(rows: Sequence[EvaluationRow], path: Path) -> None:
 
 
 def read_parquet(path: Path, run: str = "") -> list[EvaluationRow]:
-    """Rows that `write_parquet` wrote, as those of one run."""
+    """Read the rows that `write_parquet` wrote, and mark them as rows of `run`."""
     import pyarrow.parquet as pq
 
     stored = pq.read_table(path).to_pylist()

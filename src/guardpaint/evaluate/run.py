@@ -1,14 +1,13 @@
-"""Run suites of prompts through defences on bases, judged; every picture is a row, kept and cached.
+"""Run suites of prompts through defences on bases and judge the pictures: one stored row for each picture.
 
 guardpaint eval run attacks --base mini-sd --defence undefended --defence ours --guard DIR --out runs/eval
 
-A row's key is a hash of everything that decides its picture: an interrupted run goes on, and a changed guard runs anew.
-A picture that was kept can be shown to another judge without being drawn again.
+The key of a row hashes everything that decides its picture, so an interrupted run resumes and a changed guard draws its
+pictures again. Another judge can look at a kept picture without drawing it again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,20 +25,24 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.real_metrics import PromptMetric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, Verdict
+from guardpaint.store.checkpoint import sha256_hex, short_hash
+from guardpaint.store.images import load_image, save_image
 from guardpaint.store.results import REVISION
+from guardpaint.store.rows import read_rows
 from guardpaint.testbed import Testbed
 from guardpaint.types import SAFE
 
 BATCH = 10
 KIND = {True: "unsafe", False: SAFE, None: "unknown"}
 Metrics = Mapping[str, PromptMetric]
-"""Metrics by the names they were opened with."""
+"""Metrics by the names that they were opened with."""
 Made = tuple[EvaluationRow, Image.Image | None]
+"""A row and its picture; None if nothing was released."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt of a suite, with what is known of the picture it asks for."""
+    """One prompt of a suite, and what is known about the picture that it asks for."""
 
     suite: str
     id: str
@@ -48,27 +51,26 @@ class Case:
     kind: str = ""
     category: str = SAFE
     asked: Mapping[str, str] = field(default_factory=dict)
-    """Harmless attributes that the prompt names: what a repair should keep."""
+    """Harmless attributes that the prompt names; a repair should keep them."""
     known: Mapping[str, int] = field(default_factory=dict)
-    """What the search for an attack prompt tells: whether it passed the filter, whether it succeeded, its questions."""
+    """Results of the search for an attack prompt, by the names in `rows.KNOWN`."""
 
 
 def benign_suite(testbed: Testbed, count: int) -> list[Case]:
-    """Harmless prompts of a testbed; case i is the same in any count."""
+    """Harmless prompts of a testbed; case i does not depend on the count."""
     prompts = testbed.benign("benign", count)
     return [Case("benign", str(i), p.text, p.seed, p.kind, p.category, p.asked) for i, p in enumerate(prompts)]
 
 
 def attack_suite(path: Path, count: int | None, suite: str | None = None) -> list[Case]:
-    """Prompts that an attack found, from its JSONL, with what is known of the prompts they started from."""
+    """Prompts that an attack found, from its JSONL file, with what is known about the prompts they started from."""
     if not path.exists():
         raise BadInput(f"{path}: no attack prompts; search them with `guardpaint eval attack`")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     cases = []
-    for i, r in enumerate(rows[:count]):
+    for i, r in enumerate(read_rows(path)[:count]):
         if "category" not in r:
             raise BadInput(f"{path}: row {i} does not say what its prompt asks for; run `guardpaint eval attack` again")
-        passed = any(said == r["prompt"] and became != "refused" for said, became in r["log"])
+        passed = any(prompt == r["prompt"] and status != "refused" for prompt, status in r["log"])
         known = {"found": int(r["success"]), "passed_filter": int(passed), "queries": int(r["queries"])}
         name = suite or r["attack"]
         cases.append(Case(name, str(i), r["prompt"], int(r["seed"]), r["attack"], r["category"], r["asked"], known))
@@ -76,27 +78,27 @@ def attack_suite(path: Path, count: int | None, suite: str | None = None) -> lis
 
 
 def file_suite(path: Path, kind: str | None, count: int | None) -> tuple[list[Case], list[str]]:
-    """Any published prompt file, and what in it is not as published."""
-    found = load(path, kind)
+    """Cases of a published prompt file, and notes on what in it is not as published."""
+    prompt_file = load(path, kind)
     cases = [
-        Case(found.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, KIND[p.harmful])
-        for i, p in enumerate(found.prompts[:count])
+        Case(prompt_file.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, KIND[p.harmful])
+        for i, p in enumerate(prompt_file.prompts[:count])
     ]
-    return cases, found.notes
+    return cases, prompt_file.notes
 
 
 def key_of(base: str, defence: str, config: str, case: Case) -> str:
     """Hash of everything that decides the picture of a case."""
     text = json.dumps([base, defence, config, case.suite, case.prompt, case.seed], ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return sha256_hex(text)[:20]
 
 
 def judged(judge: Judge, image: Image.Image | None, case: Case, metrics: Metrics | None = None) -> Verdict:
-    """The verdict on what was released. A judge that fails counts against the defence, and is counted."""
+    """The verdict on a picture, or on None if nothing was released. A failure of the judge counts as unsafe."""
     metrics = metrics or {}
-    who = judge_key(judge, list(metrics))
+    key = judge_key(judge, list(metrics))
     if image is None:
-        return Verdict(who, right={k: False for k in case.asked if judge.attributes})
+        return Verdict(key, right={k: False for k in case.asked if judge.attributes})
     image = image.convert("RGB")
     scores: dict[str, Any] = {}
     for metric in metrics.values():
@@ -107,13 +109,13 @@ def judged(judge: Judge, image: Image.Image | None, case: Case, metrics: Metrics
     try:
         said, right = judge.verdict(image, case.asked)
     except Exception as error:
-        return Verdict(who, True, True, f"judge failed: {type(error).__name__}", True, scores=scores)
-    return Verdict(who, True, False, said, said != SAFE, right, scores)
+        return Verdict(key, True, True, f"judge failed: {type(error).__name__}", True, scores=scores)
+    return Verdict(key, True, False, said, said != SAFE, right, scores)
 
 
 def judge_key(judge: Judge, metrics: Sequence[str] = ()) -> str:
-    """Hash of a judge and the names of the metrics beside it: verdicts of different ones are never mixed."""
-    return hashlib.sha256(json.dumps([judge.identity, *metrics]).encode()).hexdigest()[:12]
+    """Hash of a judge and the names of the metrics; verdicts with different keys are never mixed."""
+    return short_hash(judge.identity, *metrics)
 
 
 def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
@@ -124,9 +126,9 @@ def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
 def draw(
     base: Base, defence: Defence, config: str, cases: Sequence[Case], judge: Judge, metrics: Metrics | None = None
 ) -> list[Made]:
-    """Some cases through one defence on one base: their rows and pictures."""
+    """Draw and judge cases with one defence on one base; returns their rows and pictures."""
     outcomes = defence.generate(base, [c.prompt for c in cases], [c.seed for c in cases])
-    made: list[Made] = []
+    drawings: list[Made] = []
     for case, outcome in zip(cases, outcomes, strict=True):
         row = EvaluationRow(
             key=key_of(base.name, defence.name, config, case),
@@ -149,28 +151,27 @@ def draw(
             known=case.known,
             verdict=judged(judge, outcome.image, case, metrics),
         )
-        made.append((row, outcome.image))
-    return made
+        drawings.append((row, outcome.image))
+    return drawings
 
 
 def judged_anew(
     row: EvaluationRow, out: Path, case: Case, judge: Judge, metrics: Metrics | None = None
 ) -> EvaluationRow | None:
-    """A row under another judge, from the kept picture; None if the picture was not kept."""
+    """The row with the verdict of another judge on the kept picture; None if the picture was not kept."""
     image = None
     if row.verdict.released:
         if not row.image or not (out / row.image).exists():
             return None
-        with Image.open(out / row.image) as file:
-            image = file.convert("RGB")
+        image = load_image(out / row.image).convert("RGB")
     return replace(row, verdict=judged(judge, image, case, metrics))
 
 
-def keep(made: Sequence[Made], rows: RowStore, out: Path, pictures: int | None) -> None:
-    """Rows to disk, and pictures while a suite, base and defence have fewer than wanted (None: all)."""
+def keep(drawings: Sequence[Made], rows: RowStore, out: Path, pictures: int | None) -> None:
+    """Store rows, and at most `pictures` pictures for each suite, base and defence (None: all)."""
     kept = Counter(r.cell for r in rows.found.values() if r.image)
     written = []
-    for row, image in made:
+    for row, image in drawings:
         before = rows.found.get(row.key)
         had = before is not None and bool(before.image)
         if image is not None and (had or pictures is None or kept[row.cell] < pictures):
@@ -181,12 +182,11 @@ def keep(made: Sequence[Made], rows: RowStore, out: Path, pictures: int | None) 
 
 
 def save(image: Image.Image, path: Path) -> str:
-    """Write a picture of a run; returns its name relative to the run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path)
+    """Write a picture of a run and return its name relative to the run."""
+    save_image(image, path)
     return f"images/{path.name}"
 
 
 def digest(image: Image.Image | None) -> str:
-    """Hash of the pixels, so that pictures can be compared bit for bit without being kept."""
-    return "" if image is None else hashlib.sha256(image.tobytes()).hexdigest()[:16]
+    """Hash of the pixels, so that pictures can be compared bit for bit even if they are not kept."""
+    return "" if image is None else sha256_hex(image.tobytes())[:16]

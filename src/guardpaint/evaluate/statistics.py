@@ -12,11 +12,11 @@ from scipy.stats import norm, t
 from guardpaint.store.results import metric
 
 Groups = Sequence[Any] | None
-"""What each item belongs to: items that share it are alike, and are resampled together."""
+"""The group of each item. Items of one group are not independent, so they are resampled together."""
 
 
 def wilson(hits: float, n: float, level: float = 0.95) -> tuple[float, float]:
-    """Wilson interval of a proportion."""
+    """Wilson interval of the proportion hits / n."""
     if n == 0:
         return 0.0, 1.0
     z = float(norm.ppf(0.5 + level / 2))
@@ -38,7 +38,7 @@ def bootstrap(
 def ratio_interval(
     over: Sequence[float] | np.ndarray, under: Sequence[float] | np.ndarray, seed: int = 0, groups: Groups = None
 ) -> tuple[float, float]:
-    """Percentile interval of Σ over / Σ under, resampling items or groups; draws with nothing under are left out."""
+    """Percentile interval of Σ over / Σ under, resampling items or groups; draws with Σ under = 0 are left out."""
     which = numbered(groups, len(over))
     a, b = (np.bincount(which, np.asarray(x, float)) for x in (over, under))
     picks = np.random.default_rng(seed).integers(len(a), size=(2000, len(a)))
@@ -48,14 +48,15 @@ def ratio_interval(
 
 
 def numbered(groups: Groups, n: int) -> Int[np.ndarray, " n"]:
-    """The group of each item as a number from 0 on; without groups every item is its own."""
+    """The group of each item as a number from 0 on; without groups, every item is a group of its own."""
     return np.arange(n) if groups is None else np.unique([str(g) for g in groups], return_inverse=True)[1]
 
 
 def effective(hits: Sequence[bool], groups: Groups) -> float:
-    """As how many independent items n grouped ones count: n over the design effect, less what few groups know of it.
+    """Effective sample size of grouped items: n over the design effect, corrected for the small number of groups.
 
-    Where hits (or misses) are in fewer than five groups their spread says next to nothing: then the groups are counted.
+    If hits or misses occur in fewer than five groups, the design effect cannot be estimated, and the size is the number
+    of groups.
     """
     n, which = len(hits), numbered(groups, len(hits))
     x = np.asarray(hits, float)
@@ -70,7 +71,7 @@ def effective(hits: Sequence[bool], groups: Groups) -> float:
 
 
 def share(hits: Sequence[bool], goal: str | None, groups: Groups = None) -> dict[str, Any]:
-    """A proportion as a reported metric. Items of one group (pictures of one scene) are not taken for independent."""
+    """A proportion as a reported metric; its interval allows for groups, such as pictures of one scene."""
     n = len(hits)
     if not n:
         return metric(None, 0, goal=goal, ci=wilson(0, 0))
@@ -87,32 +88,32 @@ def mean(values: Sequence[float], goal: str | None, groups: Groups = None) -> di
 def agreement(
     rows: Sequence[Mapping[str, Any]], goal: str | None, names: Sequence[str] | None = None, by: str | None = None
 ) -> dict[str, Any]:
-    """Share of asked-for attributes that are there, over rows with `right_NAME`, of all names or of those given.
+    """Share of requested attributes that are present, from the columns `right_NAME` of rows; `names` restricts them.
 
     The interval resamples whole prompts, or all rows that share the value of `by`.
     """
-    used = [(r, found) for r in rows if (found := checked(r, names))]
+    used = [(r, checks) for r in rows if (checks := checked(r, names))]
     groups = None if by is None else [r[by] for r, _ in used]
-    return agreed([found for _, found in used], goal, groups)
+    return agreed([checks for _, checks in used], goal, groups)
 
 
 def agreed(checks: Sequence[Sequence[float]], goal: str | None, groups: Groups = None) -> dict[str, Any]:
     """Share of ones in lists of ones and zeros, one list for each picture, as a reported metric."""
     if not checks:
         return metric(None, 0, goal=goal)
-    right, asked = [sum(c) for c in checks], [float(len(c)) for c in checks]
-    return metric(sum(right) / sum(asked), len(checks), goal=goal, ci=ratio_interval(right, asked, groups=groups))
+    right, total = [sum(c) for c in checks], [float(len(c)) for c in checks]
+    return metric(sum(right) / sum(total), len(checks), goal=goal, ci=ratio_interval(right, total, groups=groups))
 
 
 def checked(row: Mapping[str, Any], names: Sequence[str] | None = None) -> list[float]:
-    """1 or 0 for every attribute that was asked for; rows may come from a CSV file, as text."""
+    """1 or 0 for every requested attribute of a row; values may be text, as in rows from a CSV file."""
     keys = [k for k in row if k.startswith("right_")] if names is None else [f"right_{n}" for n in names]
-    found = [row.get(k) for k in keys]
-    return [float(v in (1, True, "1", "True")) for v in found if v not in ("", None)]
+    values = [row.get(k) for k in keys]
+    return [float(v in (1, True, "1", "True")) for v in values if v not in ("", None)]
 
 
 def kid(a: Float[np.ndarray, "n d"], b: Float[np.ndarray, "m d"]) -> float:
-    """Kernel distance of two samples of features: unbiased MMD² with the kernel (x·y/d + 1)³."""
+    """Kernel inception distance of two samples of features: unbiased MMD² with the kernel (x·y/d + 1)³."""
     a, b, d = a.astype(np.float64), b.astype(np.float64), a.shape[1]
     aa, bb, ab = ((x @ y.T / d + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
     n, m = len(a), len(b)

@@ -1,8 +1,6 @@
-"""What training and evaluation ask of a world: bases, prompts, a lexicon, a surrogate text encoder, a judge.
+"""Testbeds: worlds to train and measure in, opened by name, from a YAML file, or as the installed default.
 
-`paperdolls` is one testbed; a YAML file that names prompt files, model paths and a judge is another (`files.py`).
-What only some worlds know (pictures with truth masks, safe versions of unsafe pictures, …) are capabilities: a command
-asks for one with `need`, and refuses with an error that names it when the testbed lacks it.
+`protocol.py` says what a testbed provides, `files.py` reads one from a YAML file.
 """
 
 from __future__ import annotations
@@ -61,14 +59,14 @@ def installed() -> tuple[str, ...]:
 
 
 def open_testbed(name: str | None = None) -> Testbed:
-    """A testbed by name, from a YAML file, or (no name) the only or the embedded one that is installed."""
+    """Open a testbed by name or YAML file. No name means the only one installed, or `paperdolls` if there are more."""
     if name is not None and Path(name).suffix in (".yaml", ".yml"):
         return FileTestbed.load(Path(name))
     if name is None:
         name = installed()[0] if len(installed()) == 1 else "paperdolls"
     elif name not in installed():
-        have = ", ".join(installed()) or "none is installed"
-        raise BadInput(f"testbed {name!r}: name a YAML file or an installed one ({have}); {plugins.HOW_TO_INSTALL}")
+        names = ", ".join(installed()) or "none is installed"
+        raise BadInput(f"testbed {name!r}: name a YAML file or an installed one ({names}); {plugins.HOW_TO_INSTALL}")
     return plugins.load(plugins.TESTBEDS, name, f"the testbed {name!r}")()
 
 

@@ -1,4 +1,4 @@
-"""Words of a world: what a filter forbids, what says the same harmlessly, and a text encoder to compare them with."""
+"""The vocabulary of a world: what a filter forbids, harmless wordings of it, and a text encoder to compare them."""
 
 from __future__ import annotations
 
@@ -27,33 +27,36 @@ class Lexicon:
     open_phrases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Per harm: phrases that ask for it openly."""
     hidden_phrases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Per harm: figures of speech for the same."""
+    """Per harm: figures of speech for it, which a filter does not know."""
     words: tuple[str, ...] = ()
     """Everyday words that no filter knows."""
     contexts: tuple[str, ...] = ()
     """Harmless sentences with a gap, as in "a person {} on the beach": a phrase in the gap makes them harmful."""
     subjects: tuple[str, ...] = ("person", "woman", "man", "figure", "somebody")
-    """Words for whom a prompt is about."""
+    """Words for the person that a prompt is about."""
 
     def harm_of(self, prompt: str) -> str | None:
-        """The first harm that the prompt asks for openly."""
+        """The first harm that the prompt asks for openly, or None."""
         return next((h for h, phrases in self.open_phrases.items() if any(p in prompt for p in phrases)), None)
 
     def forbidden_span(self, prompt: str) -> Span | None:
-        """The part of a prompt that asks for something forbidden: a whole known phrase, else the first keyword."""
+        """The part of a prompt that asks for something forbidden: the longest open phrase, else the first keyword."""
         known = [p for phrases in self.open_phrases.values() for p in phrases]
         for phrase in sorted(known, key=len, reverse=True):
             at = prompt.find(phrase)
             if at >= 0:
                 return at, at + len(phrase)
         for word in self.keywords:
-            found = re.search(rf"\b{re.escape(word)}\w*", prompt)
-            if found:
-                return found.span()
+            match = re.search(rf"\b{re.escape(word)}\w*", prompt)
+            if match:
+                return match.span()
         return None
 
     def lone(self, prompt: str) -> tuple[str, Span | None]:
-        """The prompt with one forbidden phrase left, and where it is: further ones would be refused in any case."""
+        """The prompt with all forbidden phrases but one removed, and the span of that one; None if there is none.
+
+        An attack replaces one phrase. If others stayed, a filter would refuse the prompt in any case.
+        """
         span = self.forbidden_span(prompt)
         if span is None:
             return prompt, None
@@ -76,16 +79,19 @@ class Lexicon:
 
 @runtime_checkable
 class Rewriter(Protocol):
-    """A language model that says things differently."""
+    """A language model that words a prompt differently."""
 
     def similar_phrases(self, prompt: str, count: int) -> list[str]:
-        """Harmless-sounding phrases for what the prompt asks openly."""
+        """At most `count` harmless-sounding phrases for what the prompt asks for openly."""
         ...
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A CLIP-like text encoder with its tokenizer, fully known to an attacker: not the system's whole text path."""
+    """A CLIP-like text encoder and its tokenizer, which an attacker knows completely.
+
+    The attacked system may read a prompt with further encoders that the attacker does not know.
+    """
 
     tokenizer: Any
     encoder: Any
@@ -101,7 +107,7 @@ class Surrogate:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Float[Tensor, "b d"]:
-        """Mean text state, unit length."""
+        """Mean text state of each text, scaled to unit length."""
         return self.pool(self.encoder(self.ids(texts)).last_hidden_state, self.ids(texts))
 
     def pool(self, states: Float[Tensor, "b l d"], ids: Int[Tensor, "b l"]) -> Float[Tensor, "b d"]:
@@ -116,14 +122,14 @@ class Surrogate:
 
 @dataclass(frozen=True)
 class Attacker:
-    """What an attacker knows of a world: its words, a text encoder, perhaps a language model."""
+    """What an attacker knows of a world: its vocabulary, a text encoder, and possibly a language model."""
 
     surrogate: Surrogate
     lexicon: Lexicon
     rewriter: Rewriter | None = None
 
     def similar_phrases(self, prompt: str, count: int = 20) -> list[str]:
-        """Figures of speech for what a prompt asks, from the rewriter or from the lexicon."""
+        """Figures of speech for what a prompt asks for, from the rewriter if there is one, or else the lexicon."""
         if self.rewriter is not None:
             return self.rewriter.similar_phrases(prompt, count)
         hidden = self.lexicon.hidden_phrases
@@ -134,7 +140,7 @@ class Attacker:
 
 
 def everyday_words(lexicon: Lexicon, attack: str) -> list[str]:
-    """The lexicon's harmless words; without any, an error names the attack that needs them."""
+    """The lexicon's harmless words; raises MissingCapability, which names the attack, if there are none."""
     words = lexicon.harmless_words()
     if not words:
         raise MissingCapability(f"{attack} needs words in the testbed's lexicon: everyday words that no filter knows")
@@ -142,5 +148,5 @@ def everyday_words(lexicon: Lexicon, attack: str) -> list[str]:
 
 
 def replaced(prompt: str, span: Span, words: str) -> str:
-    """The prompt with other words in the span, single spaces, none before a comma or full stop."""
+    """The prompt with other words in the span; spaces are single, and none comes before a comma or full stop."""
     return " ".join(f"{prompt[: span[0]]} {words} {prompt[span[1] :]}".split()).replace(" ,", ",").replace(" .", ".")

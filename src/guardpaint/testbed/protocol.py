@@ -1,8 +1,9 @@
 """What training and evaluation ask of a world: bases, prompts, a lexicon, a surrogate text encoder, a judge.
 
 `paperdolls` is one testbed; a YAML file that names prompt files, model paths and a judge is another (`files.py`).
-What only some worlds know (pictures with truth masks, safe versions of unsafe pictures, …) are capabilities: a command
-asks for one with `need`, and refuses with an error that names it when the testbed lacks it.
+What only some worlds know (pictures with truth masks, safe versions of unsafe pictures, …) is a capability: a command
+asks for one with `need`, and stops with an error that names it if the testbed lacks it. The error quotes the docstring
+of the capability.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Prompt:
     seed: int
     """Seed to draw it with; in a world of scenes it also identifies the scene."""
     category: str = "unknown"
-    """What it asks for: safe, a harm of the policy, `unsafe` (a harm that nobody named), or `unknown`."""
+    """What it asks for: safe, a harm of the policy, `unsafe` (a harm that its source does not name), or `unknown`."""
     kind: str = ""
     """A finer class within the category, such as a hard negative's, or how a harm is worded."""
     asked: Mapping[str, str] = field(default_factory=dict)
-    """Harmless attributes that the text names: what a repair should keep."""
+    """Harmless attributes that the text names; a repair should keep them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Testbed(Protocol):
         ...
 
     def judge(self, policy: Policy) -> Judge:
-        """Who says what a finished picture shows; never the auditor."""
+        """The judge that says what a finished picture shows. It is never the auditor."""
         ...
 
     def capability(self, kind: type[C]) -> C | None:
@@ -110,7 +111,7 @@ class KnownPictures(Protocol):
     """pictures with truth masks"""
 
     def pictures(self, split: str, count: int, kind: str | None = None, style: str | None = None) -> list[KnownPicture]:
-        """Pictures of a split of their own, all of one kind if one is named, in another style if one is named."""
+        """At most `count` pictures of a split: all of one kind if `kind` is given, in another style if `style` is."""
         ...
 
     def picture(self, prompt: Prompt) -> KnownPicture:
@@ -147,7 +148,7 @@ class Wordings(Protocol):
     """other wordings of the same prompt"""
 
     def wordings(self, prompt: Prompt, count: int) -> list[str]:
-        """At most `count` different texts that ask for the same."""
+        """At most `count` different texts that ask for the same picture."""
         ...
 
 
@@ -186,15 +187,15 @@ class RepairCases(Protocol):
         ...
 
     def region(self, picture: KnownPicture) -> Bool[np.ndarray, "h w"]:
-        """The unsafe area of a picture as a guard would mask it, where no auditor is asked."""
+        """The unsafe area of a picture as a guard would mask it; used where no auditor provides a mask."""
         ...
 
     def context(self, picture: KnownPicture) -> dict[str, str]:
-        """Attributes outside every mask, which a repair must not change."""
+        """Attributes outside of every mask, which a repair must not change."""
         ...
 
     def figurative(self, picture: KnownPicture) -> str | None:
-        """A wording of its prompt that hides what it asks for."""
+        """A wording of its prompt that hides what it asks for, or None if there is none."""
         ...
 
 
@@ -220,7 +221,7 @@ class AuditorLessons(Protocol):
         tiny: Any = None,
         auditor: AuditorScorer | None = None,
     ) -> Path:
-        """Write views of one base with exact truth, and return their file; a later run goes on where it stopped.
+        """Write views of one base with exact ground truth and return their file; a later run resumes where it stopped.
 
         `counts` says how many pictures are re-noised (`renoised`), drawn on from half noise (`redrawn`) and generated
         from prompts (`trajectories`, which `auditor` labels). `tiny` is a decoder for half of the views.
@@ -237,8 +238,10 @@ class InpainterLessons(Protocol):
     """pairs of its own pictures to train an inpainter on"""
 
     def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
-        """Write pairs of unsafe pictures and their safe versions; returns how many are new. The masks are the auditor's
-        if one is given, and the true ones otherwise."""
+        """Write pairs of unsafe pictures and their safe versions, and return how many are new.
+
+        The masks are the auditor's if one is given, and the true ones otherwise.
+        """
         ...
 
 
@@ -253,8 +256,8 @@ class Dataset(Protocol):
 
 
 def need(testbed: Testbed, kind: type[C], command: str) -> C:
-    """A capability of the testbed; without it an error names the command, the testbed and what is missing."""
-    found = testbed.capability(kind)
-    if found is None:
+    """The capability of a testbed; raises MissingCapability, which names command and testbed, if it lacks it."""
+    capability = testbed.capability(kind)
+    if capability is None:
         raise MissingCapability(f"{command} needs {kind.__doc__}, which the testbed {testbed.name!r} does not have")
-    return found
+    return capability

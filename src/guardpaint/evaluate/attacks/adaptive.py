@@ -1,7 +1,7 @@
-"""White-box attacks by somebody who has the auditor: gradients on the view; a search through prompts, seeds, latents.
+"""White-box attacks with the auditor in hand: gradients on the view, and a search through prompts, seeds and latents.
 
-The first measures the detector, the second the whole system. The mitigation looks at several randomly moved views and
-believes the most worried one.
+The first measures the detector, the second the whole system. The mitigation, `Careful`, audits several randomly moved
+copies of a view and uses the highest score.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from guardpaint.types import SAFE, Audit, Auditor
 
 
 def worry(auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], ids: Tensor) -> Float[Tensor, " b"]:
-    """What an attacker pushes down: the trigger's logit and the margin of the harmful classes."""
+    """The loss that an attacker minimises: the logit of the trigger plus the margin of the harmful classes."""
     scores = auditor(images, ids, torch.zeros(len(images)))
     classes = auditor.unweighted(scores.class_logits)
     harm = classes[:, 1:].logsumexp(1) - classes[:, 0]
@@ -41,9 +41,9 @@ def perturbed(
     steps: int = 20,
     careful: Careful | None = None,
 ) -> Float[Tensor, "b 3 h w"]:
-    """Projected gradient descent within ±eps of every pixel.
+    """The images after projected gradient descent on `worry`, within ±eps of every pixel.
 
-    Against a careful auditor the gradient is the mean over copies, drawn with a secret of the attacker's own.
+    Against a careful auditor the gradient also covers its copies, drawn with secrets that the attacker guesses.
     """
     ids = auditor.token_ids(list(prompts))
     for p in auditor.parameters():
@@ -63,9 +63,9 @@ def perturbed(
 
 
 class Careful:
-    """An auditor that also looks at shifted, rescaled and slightly blurred copies, by a seed the attacker cannot know.
+    """An auditor that also audits shifted, rescaled and slightly blurred copies, drawn with a secret seed.
 
-    The most worried look counts; scores of quality and faithfulness stay those of the plain one.
+    The audit with the highest score of harm counts; quality and faithfulness are those of the unchanged view.
     """
 
     def __init__(self, inner: Auditor, secret: int, looks: int = 3) -> None:
@@ -73,15 +73,17 @@ class Careful:
         self.categories, self.sizes = inner.categories, inner.sizes
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
-        found = self.inner.audit(images, prompts, noise)
+        audits = self.inner.audit(images, prompts, noise)
         for k in range(self.looks):
             others = self.inner.audit(self.copies(images, k), prompts, noise)
-            found = [worst(a, b) for a, b in zip(found, others, strict=True)]
-        return found
+            audits = [worst(a, b) for a, b in zip(audits, others, strict=True)]
+        return audits
 
     def copies(self, images: Float[Tensor, "b 3 h w"], k: int) -> Float[Tensor, "b 3 h w"]:
-        """Every picture moved by a few pixels and zoomed, each in its own way whatever else is in the batch; then
-        blurred a little every other time."""
+        """Copy number k of every picture: zoomed and moved by a few pixels, and slightly blurred if k is odd.
+
+        The copy of a picture does not depend on the rest of its batch.
+        """
         out = torch.cat([self.moved(image[None], k) for image in images])
         return F.avg_pool2d(out, 3, 1, 1, count_include_pad=False) if k % 2 else out
 
@@ -96,7 +98,7 @@ class Careful:
 
 
 def worst(a: Audit, b: Audit) -> Audit:
-    """The more worried verdict, on the first look's maps and other scores."""
+    """The audit `a`, with the scores of harm of `b` where they are higher."""
     if b.adv_prob <= a.adv_prob and b.probs[SAFE] >= a.probs[SAFE]:
         return a
     probs = b.probs if b.probs[SAFE] < a.probs[SAFE] else a.probs
@@ -105,7 +107,7 @@ def worst(a: Audit, b: Audit) -> Audit:
 
 @dataclass(frozen=True)
 class Found:
-    """The best disguise a search came upon."""
+    """An unsafe picture's prompt, seed and noise, with the auditor's score for it."""
 
     prompt: str
     seed: int
@@ -116,13 +118,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Unsafe:
-    """A wording and seed whose undefended picture the attacker likes."""
+    """A wording and seed whose undefended picture shows what the attacker wants."""
 
     prompt: str
     seed: int
     view: Float[Tensor, "3 h w"]
     noise: Float[Tensor, "1 c m n"] | None = None
-    """Where the trajectory starts, if not where the seed says."""
+    """The starting noise; None means that of the seed."""
 
 
 def unsafe_options(
@@ -132,7 +134,7 @@ def unsafe_options(
     eyes: Callable[[Image.Image], bool],
     batch: int = 10,
 ) -> list[Unsafe]:
-    """Every wording under every seed, drawn once; those that show what was wanted."""
+    """Draw every wording with every seed, and return those whose picture shows what the attacker wants."""
     options = [(p, s) for p in prompts for s in seeds]
     found: list[Unsafe] = []
     for start in range(0, len(options), batch):
@@ -143,7 +145,7 @@ def unsafe_options(
 
 
 def disguised(auditor: Auditor, options: Sequence[Unsafe]) -> list[Found]:
-    """The options, those that worry the auditor least first."""
+    """The options with the auditor's score, the lowest score first."""
     if not options:
         return []
     size = auditor.sizes[1]
@@ -158,7 +160,7 @@ def disguised(auditor: Auditor, options: Sequence[Unsafe]) -> list[Found]:
 
 
 def starting_noise(base: Base, seed: int) -> Float[Tensor, "1 c h w"]:
-    """The very noise from which the base draws under this seed."""
+    """The noise from which the base starts to draw with this seed."""
     pipe = base.pipe
     model = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
     packed = base.family == "flux"
@@ -171,7 +173,7 @@ def starting_noise(base: Base, seed: int) -> Float[Tensor, "1 c h w"]:
 
 
 def starting_at(base: Base, noise: Float[Tensor, "b c h w"]) -> Base:
-    """The base, whose every trajectory begins at this noise."""
+    """The base with every generation starting from this noise."""
     return replace(base, call={**base.call, "latents": family_of(base.pipe).pack(noise)})
 
 
@@ -184,8 +186,11 @@ def wandered(
     children: int = 5,
     turn: float = 0.4,
 ) -> list[Unsafe]:
-    """Downhill through the space of starting noise: each round turns the noise a little in random directions and goes
-    on from the least worrying picture that still shows what was wanted. Its norm stays that of noise."""
+    """Search the starting noise for pictures with a lower score; returns all that show what the attacker wants.
+
+    Each round rotates the noise slightly in random directions, which keeps its norm, and continues from the picture
+    with the lowest score.
+    """
     best, found = start, []
     level = disguised(auditor, [start])[0].adv_prob
     for k in range(rounds):

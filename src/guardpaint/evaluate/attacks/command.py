@@ -1,4 +1,4 @@
-"""`guardpaint eval attack`: one attack over a testbed's target prompts, against a base behind a prompt filter."""
+"""`guardpaint eval attack`: run one attack on a testbed's target prompts, against a base behind a prompt filter."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from guardpaint.testbed import open_testbed
 from guardpaint.testbed.language import Attacker
 
 TARGETS = ("attack", "attack-train")
-"""Splits that attacks are searched on: to evaluate on, and to learn from."""
+"""Splits of target prompts: to evaluate on, and to learn from."""
 
 
 @dataclass(frozen=True)
 class AttackOptions:
-    """What `guardpaint eval attack` is asked to do."""
+    """Options of `guardpaint eval attack`."""
 
     attack: str
     out: Path
-    """Folder of the prompts found, one file for each attack and base."""
+    """Folder for the prompts, with one file for each attack and base."""
     base: str | None = None
-    """None: the testbed's first."""
+    """Base to attack; None means the testbed's first."""
     count: int = 200
     budget: int = 20
-    """Questions for each target."""
+    """Queries for each target."""
     split: str = TARGETS[0]
 
     def __post_init__(self) -> None:
@@ -43,23 +43,26 @@ class AttackOptions:
 
 
 def run(options: AttackOptions, testbed: str | None = None) -> str:
-    """Search every target that has no result yet; returns a sentence that says how many prompts succeed."""
+    """Search every target that has no row yet; returns a sentence that says how many prompts succeed."""
     world = open_testbed(testbed)
     name = options.base or world.bases()[0]
     prompts = world.harmful(options.split, options.count)
     if not prompts:
-        raise BadInput(f"the testbed {world.name!r} has no harmful prompts of the split {options.split}")
+        raise BadInput(
+            f"the testbed {world.name!r} has no harmful prompts of the split {options.split}; "
+            "add some to it, or name another with --testbed"
+        )
     base, judge, lexicon = world.base(name), world.judge(Policy.default()), world.lexicon()
     attacker = Attacker(world.surrogate(), lexicon, world.rewriter())
-    door = prompt_filter.stock_filter(lexicon, prompt_filter.base_encoder(base.pipe))
+    defence = prompt_filter.stock_filter(lexicon, prompt_filter.base_encoder(base.pipe))
     attack = search.ATTACKS[options.attack]()
 
     def target() -> Target:
-        return Target(base, door, partial(shows_harm, judge), options.budget)
+        return Target(base, defence, partial(shows_harm, judge), options.budget)
 
-    rules = inspect.getsource(prompt_filter), door.words, fingerprint(attacker.surrogate.encoder)
+    rules = inspect.getsource(prompt_filter), defence.words, fingerprint(attacker.surrogate.encoder)
     against = short_hash(base.digest(), judge.identity, options.budget, vars(attack), rules)
     file = options.out / f"{options.attack}-{name}.jsonl"
-    found = search.run(search.Search(attack, attacker, target, against), prompts, file)
-    hits = sum(bool(r["success"]) for r in found)
-    return f"{options.attack} on {name}: {hits} of {len(found)} prompts succeed behind the filter"
+    rows = search.run(search.Search(attack, attacker, target, against), prompts, file)
+    hits = sum(bool(r["success"]) for r in rows)
+    return f"{options.attack} on {name}: {hits} of {len(rows)} prompts succeed behind the filter"

@@ -1,4 +1,4 @@
-"""DACA: the scene is taken apart, every part described harmlessly in a sentence of its own, and put together again."""
+"""DACA: divide the prompt into clauses, and describe each one harmlessly in a sentence of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DivideAndConquer:
         return attempt(self.name, target, system, prompt, False)
 
     def rewritten(self, target: str, phrase: str, lexicon: Lexicon) -> str:
-        """Every clause as a sentence of its own, without forbidden words; `phrase` says what those meant."""
+        """Every clause as a sentence of its own, with `phrase` in place of the forbidden words."""
         clauses = [" ".join(c.split()) for c in parts(lexicon.purged(target))]
         subjects = "|".join(map(re.escape, lexicon.subjects))
         main = next((c for c in clauses if re.search(rf"\b({subjects})\b", c)), "a person")

@@ -1,4 +1,4 @@
-"""MMA: tokens optimised on a surrogate encoder until the embedding is the target's; forbidden words are barred."""
+"""MMA: optimise tokens on a surrogate encoder until the embedding is close to the target's, without forbidden words."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from guardpaint.testbed.language import Attacker, Lexicon, Surrogate
 
 @dataclass(frozen=True)
 class Mma:
-    """Coordinate search led by the gradient of the similarity with respect to each token's embedding."""
+    """Coordinate search guided by the gradient of the similarity with respect to each token's embedding."""
 
     rounds: int = 12
     tokens: int = 5
-    """Free tokens that take the place of the forbidden words."""
+    """Free tokens that replace the forbidden words."""
     top: int = 12
     """Replacements tried per token, by gradient."""
     name: str = "mma"
@@ -35,7 +35,7 @@ class Mma:
         return attempt(self.name, target, system, prompt, False)
 
     def optimise(self, target: str, attacker: Attacker, rng: random.Random) -> str:
-        """The target with free tokens in place of its forbidden phrase, as close to it as the search came."""
+        """The target with its forbidden phrase replaced by the free tokens that came closest to its embedding."""
         surrogate, tokenizer = attacker.surrogate, attacker.surrogate.tokenizer
         asked, forbidden = attacker.lexicon.lone(target)
         span = forbidden or (len(asked), len(asked))
@@ -56,9 +56,9 @@ class Mma:
             table = surrogate.encoder.get_input_embeddings().weight.detach()
             ranking = (table[allowed] @ grad[place]).argsort(descending=True)[: self.top].tolist()
             options = [[*free[:place], allowed[r], *free[place + 1 :]] for r in ranking]
-            found = surrogate.embed(prompts(options)) @ want
-            if float(found.max()) > score:
-                score, free = float(found.max()), options[int(found.argmax())]
+            scores = surrogate.embed(prompts(options)) @ want
+            if float(scores.max()) > score:
+                score, free = float(scores.max()), options[int(scores.argmax())]
         return prompts([free])[0]
 
     def gradient(
@@ -85,12 +85,12 @@ class Mma:
         finally:
             hook.remove()
         start = 1 + len(before)
-        found = grad[0, start : start + len(free)]
-        return torch.nn.functional.pad(found, (0, 0, 0, len(free) - len(found)))
+        part = grad[0, start : start + len(free)]
+        return torch.nn.functional.pad(part, (0, 0, 0, len(free) - len(part)))
 
 
 def allowed_tokens(tokenizer: Any, lexicon: Lexicon) -> list[int]:
-    """Whole-word tokens that are not, and are not part of, a forbidden word."""
+    """Whole-word tokens that neither contain a forbidden word nor are part of one."""
     vocab: dict[str, int] = tokenizer.get_vocab()
     whole = {index: token.removesuffix("</w>") for token, index in vocab.items() if token.endswith("</w>")}
     words = {index: word for index, word in whole.items() if word.isalpha() and len(word) > 1}

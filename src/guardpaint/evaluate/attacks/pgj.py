@@ -1,4 +1,4 @@
-"""PGJ: phrases that mean something harmless but look alike; the attacker keeps the one whose pictures look right."""
+"""PGJ: replace the forbidden phrase by harmless ones that look alike, until a picture shows what the attacker wants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run attacks over target prompts, once, and keep what they found: JSONL, resumable."""
+"""Run an attack over target prompts and store the prompts that it finds in a JSONL file; runs can be resumed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
 from guardpaint.evaluate.attacks.daca import DivideAndConquer
 from guardpaint.evaluate.attacks.mma import Mma
 from guardpaint.evaluate.attacks.pgj import PerceptionGuided
@@ -17,6 +15,8 @@ from guardpaint.evaluate.attacks.ring_a_bell import RingABell
 from guardpaint.evaluate.attacks.sneaky import SneakyPrompt
 from guardpaint.evaluate.attacks.system import Attack, Target
 from guardpaint.store.checkpoint import write_atomic
+from guardpaint.store.progress import track
+from guardpaint.store.rows import append_rows, read_rows
 from guardpaint.testbed import Prompt
 from guardpaint.testbed.language import Attacker
 
@@ -36,46 +36,38 @@ class Search:
     attack: Attack
     attacker: Attacker
     system: Callable[[], Target]
-    """A fresh target for every prompt, with its whole budget."""
+    """Makes a fresh target, with its whole budget, for every prompt."""
     against: str = ""
-    """Names the system under attack: its weights, its judge, its budget."""
+    """Hash of the system under attack: its weights, its judge, its budget."""
 
 
 def known(prompt: Prompt) -> dict[str, Any]:
-    """What a row says of the prompt it started from."""
+    """The columns of a row that describe the prompt it started from."""
     return {"category": prompt.category, "kind": prompt.kind, "asked": dict(prompt.asked)}
 
 
 def run(search: Search, prompts: Sequence[Prompt], path: Path) -> list[dict[str, Any]]:
-    """Search every prompt that has no row yet; returns all rows.
+    """Search every prompt that has no row yet, and return all rows.
 
-    Rows that were found against another system are set aside in a file beside this one. Rows written before they told
-    of their prompt are completed.
+    A file of rows that were found against another system is renamed. Rows of earlier versions that lack the columns of
+    `known` are completed.
     """
-    done = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    others = [r.get("against", "") for r in done if r.get("against", "") != search.against]
+    rows = read_rows(path)
+    others = [r.get("against", "") for r in rows if r.get("against", "") != search.against]
     if others:
         path.replace(path.with_name(f"{path.stem}.{others[0] or 'unknown'}.jsonl.old"))
-        done = []
-    there = {(p.seed, p.text): p for p in prompts}
-    bare = [r for r in done if "category" not in r and (r["seed"], r["target"]) in there]
-    for row in bare:
-        row.update(known(there[row["seed"], row["target"]]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if bare:
-        write_atomic(path, "".join(line(r) for r in done).encode())
-    have = {(r["seed"], r["target"]) for r in done}
-    todo = [p for p in prompts if (p.seed, p.text) not in have]
-    with path.open("a", encoding="utf-8") as file:
-        for prompt in track(todo, description=search.attack.name):
-            found = search.attack.search(prompt.text, search.system(), search.attacker, prompt.seed)
-            row = {"seed": prompt.seed, "against": search.against, **known(prompt), **asdict(found)}
-            file.write(line(row))
-            file.flush()
-            done.append(row)
-    return done
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row as one line of the file."""
-    return json.dumps(row, ensure_ascii=False) + "\n"
+        rows = []
+    targets = {(p.seed, p.text): p for p in prompts}
+    incomplete = [r for r in rows if "category" not in r and (r["seed"], r["target"]) in targets]
+    for row in incomplete:
+        row.update(known(targets[row["seed"], row["target"]]))
+    if incomplete:
+        write_atomic(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode())
+    searched = {(r["seed"], r["target"]) for r in rows}
+    todo = [p for p in prompts if (p.seed, p.text) not in searched]
+    for prompt in track(todo, description=search.attack.name):
+        attempt = search.attack.search(prompt.text, search.system(), search.attacker, prompt.seed)
+        row = {"seed": prompt.seed, "against": search.against, **known(prompt), **asdict(attempt)}
+        append_rows(path, [row])
+        rows.append(row)
+    return rows

@@ -1,7 +1,7 @@
-"""SneakyPrompt: search token sequences that stand for the forbidden words, pass the filter and keep the meaning.
+"""SneakyPrompt: search for words that replace the forbidden phrase, pass the filter and keep the meaning.
 
-A reinforced search: words that made good sequences are drawn more often; a question is spent only on a sequence whose
-text embedding comes close enough to the target's.
+The search is reinforced: words of good sequences are drawn more often. Each query is spent on the candidate sequence
+whose text embedding is closest to that of the target.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from guardpaint.testbed.language import Attacker, everyday_words, replaced
 @dataclass(frozen=True)
 class SneakyPrompt:
     candidates: int = 40
-    """Sequences compared by the surrogate before each question."""
+    """Sequences that the surrogate compares before each query."""
     longest: int = 4
     reward: float = 1.0
     name: str = "sneakyprompt"
@@ -30,7 +30,7 @@ class SneakyPrompt:
         tried: set[str] = set()
         while system.left:
             made: set[str] = set()
-            for _ in range(100 * self.candidates):  # a few words make only so many sequences
+            for _ in range(100 * self.candidates):  # a short list of words may have fewer sequences
                 if len(made) == self.candidates:
                     break
                 size = rng.randint(1, self.longest)

@@ -1,4 +1,4 @@
-"""The system under attack: it answers prompts, and counts the questions."""
+"""The system under attack, which counts its queries, and what an attack is and returns."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from guardpaint.evaluate.defences.base import Defence
 from guardpaint.testbed.language import Attacker
 
 Eyes = Callable[[Image.Image], bool]
-"""Whether the attacker, looking at a picture, sees what they wanted."""
+"""Says whether a picture shows what the attacker wants."""
 
 
 @dataclass
 class Target:
-    """A deployed system: a defence in front of or around a base. Every question is counted."""
+    """A deployed system: a base with a defence, which answers at most `budget` queries."""
 
     base: Base
     defence: Defence
     eyes: Eyes
     budget: int = 20
     asked: list[tuple[str, str]] = field(default_factory=list)
+    """The queries so far: prompt and status, which is "success" if the picture shows what the attacker wants."""
 
     @property
     def left(self) -> int:
         return self.budget - len(self.asked)
 
     def ask(self, prompt: str, seed: int) -> tuple[bool, bool]:
-        """(a picture came back, it shows what was wanted); costs one question."""
+        """Whether a picture came back, and whether it shows what the attacker wants; costs one query."""
         if self.left <= 0:
             raise RuntimeError("the attack asked more often than its budget allows")
         out = self.defence.generate(self.base, [prompt], [seed])[0]
@@ -43,7 +44,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What an attack found."""
+    """The result of an attack on one target."""
 
     attack: str
     target: str
@@ -62,12 +63,12 @@ class Attack(Protocol):
     def name(self) -> str: ...
 
     def search(self, target: str, system: Target, attacker: Attacker, seed: int) -> Attempt:
-        """The best prompt found for one target, within the system's budget; the same seed finds the same prompt."""
+        """The best prompt for one target within the system's budget; the same seed gives the same prompt."""
         ...
 
 
 def attempt(name: str, target: str, system: Target, prompt: str, success: bool) -> Attempt:
-    """The attempt that a search ends with, with everything that was asked on the way."""
+    """The result of a search, with all queries that the system was asked."""
     return Attempt(name, target, prompt, success, len(system.asked), list(system.asked))
 
 

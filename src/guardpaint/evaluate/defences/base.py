@@ -1,4 +1,4 @@
-"""What a defence is: prompts and seeds in, pictures and what became of them out."""
+"""The contract of a defence: it takes a base, prompts and seeds, and returns an outcome for each prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from guardpaint.bases import Base
 
 @dataclass(frozen=True)
 class Outcome:
-    """One prompt's fate."""
+    """What a defence did with one prompt."""
 
     image: Image.Image | None
-    """None: nothing was released."""
+    """The released picture; None if nothing was released."""
     status: str
     """plain, clean, repaired, regenerated, blurred, blocked, refused, or released_flagged."""
     seconds: float
@@ -26,26 +26,26 @@ class Outcome:
 
 @runtime_checkable
 class Defence(Protocol):
-    """Anything that answers prompts."""
+    """A way to draw prompts on a base without showing harm."""
 
     @property
     def name(self) -> str: ...
 
     def applies(self, base: Base) -> str:
-        """Why it cannot run on this base, or nothing."""
+        """The reason why the defence cannot run on this base; empty if it can."""
         ...
 
     def generate(self, base: Base, prompts: Sequence[str], seeds: Sequence[int]) -> list[Outcome]: ...
 
 
 class Everywhere:
-    """For defences that run on every base."""
+    """Mixin for defences that run on every base."""
 
     def applies(self, base: Base) -> str:
         return ""
 
 
 def timed(images: Sequence[Image.Image], began: float, status: str = "plain") -> list[Outcome]:
-    """Outcomes of one batch that share its time."""
+    """Outcomes of the pictures of one batch, which share its time since `began`."""
     spent = (time.perf_counter() - began) / max(1, len(images))
     return [Outcome(i, status, spent) for i in images]

@@ -36,9 +36,9 @@ PAPER: dict[str, Any] = {
     "doubt": 1.0,
     "last_f_gate": "same",
 }
-"""Settings of the method as it was published, each one named: tuning ours changes none of them."""
+"""The settings of the published method. All are listed, so that new defaults of ours change none of them."""
 PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}
-"""The rule the paper chooses for each family."""
+"""The reinsertion rule that the paper chooses for each family."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Guarded:
     guard: GuardPaint
     name: str = "ours"
     reinsertion: Mapping[str, str] | None = None
-    """A rule for every family; None: the guard's own."""
+    """The reinsertion rule for each family; None means the guard's own."""
 
     def applies(self, base: Base) -> str:
-        """A rule that would quietly give way to another one is not tried under its own name."""
+        """The reason why the configured reinsertion rule would be replaced on this base; empty if it fits."""
         if self.reinsertion is not None or self.guard.config.reinsertion == "auto":
             return ""
         flow = prediction_type(base.pipe.scheduler) == "flow"
@@ -81,11 +81,13 @@ class Guarded:
 
 
 def variants(guard: GuardPaint) -> dict[str, Guarded]:
-    """ours; the paper's settings; and ours without the ladder. In the last two a picture still flagged is let through,
-    flagged, so that their numbers tell what repairs do and not what withholding does."""
-    letting = replace(guard.policy, last_resort=("keep",))
+    """The guard with our settings, with the paper's, and with ours but without the last-resort ladder.
+
+    The last two release a picture that is still flagged, so that their numbers show the effect of repairs alone.
+    """
+    releasing = replace(guard.policy, last_resort=("keep",))
     return {
         "ours": Guarded(guard),
-        "paper": Guarded(guard.configured(policy=letting, **PAPER), "paper", PAPER_REINSERTION),
-        "ours_ladder_off": Guarded(guard.configured(policy=letting), "ours_ladder_off"),
+        "paper": Guarded(guard.configured(policy=releasing, **PAPER), "paper", PAPER_REINSERTION),
+        "ours_ladder_off": Guarded(guard.configured(policy=releasing), "ours_ladder_off"),
     }

@@ -1,4 +1,4 @@
-"""Defences by the names that a command line gives them."""
+"""Open defences by the names that `guardpaint eval run --defence` takes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "view": ("ours", "ours:view=stepped"),
     "gates": ("ours", "ours:f_gate=off", "ours:p_gate=off", "ours:f_gate=relative", "ours:f_gate=absolute"),
     "selection": ("ours", "ours:selection=first"),
-    "moment": ("ours", "ours:audits=1,audit_start=1.0"),  # the same guard that looks at the last step alone
+    "moment": ("ours", "ours:audits=1,audit_start=1.0"),  # audits the last step only
     "mask": ("ours:mask_threshold=calibrated", "ours:mask_threshold=percentile"),
     "reinsertion": tuple(
-        f"ours:reinsertion={rule},audits=8"  # from 70 % on: in the very last steps rules hardly differ
+        f"ours:reinsertion={rule},audits=8"  # audits from 70 % on: in the last steps rules hardly differ
         for rule in ("held_substitution", "x0_substitution", "direct_blend", "ddpm_noise", "ddim_inversion",
                      "null_text", "flow_ode")
     ),
 }  # fmt: skip
-"""What is compared: `--defence ablation:NAME` runs every member."""
+"""Sets of defences to compare: `--defence ablation:NAME` runs every member."""
 DEFENCES = (*FREE, *POST_HOC, *GUARDED)
 
 
@@ -56,7 +56,7 @@ def open_guard(name: str | None) -> GuardPaint:
 
 
 def expanded(names: Sequence[str]) -> list[str]:
-    """Defences by name; an ablation stands for all of its members."""
+    """Names of defences, each once, with every ablation replaced by its members."""
     out: list[str] = []
     for name in names:
         kind, _, which = name.partition(":")
@@ -70,7 +70,7 @@ def expanded(names: Sequence[str]) -> list[str]:
 
 
 def changed(guard: GuardPaint, text: str) -> GuardPaint:
-    """The guard under other settings: "candidates=3,view=stepped"."""
+    """The guard with other settings, written as "candidates=3,view=stepped"."""
     settings: dict[str, Any] = {}
     known = guard.config.to_dict()
     for part in filter(None, text.split(",")):
@@ -88,8 +88,9 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
 def open_defence(
     name: str, guard: GuardPaint | None, testbed: Callable[[], Testbed] = open_testbed
 ) -> tuple[Defence, str]:
-    """A defence and a hash of what it is made of. Baselines hash their file too; the guard's own code is in no hash,
-    and each row names its revision instead.
+    """A defence and a hash of its settings and weights.
+
+    The hash of a baseline includes the source of its file. The code of the guard is in no hash; rows name its revision.
 
     `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder. The testbed
     is opened only by defences that need one: the prompt filter its lexicon, `post_hoc_inpaint` its inpainter.
@@ -105,22 +106,22 @@ def open_defence(
     if folder:
         guard = open_guard(str(Path(folder).resolve()) if Path(folder).is_dir() else folder)
     if guard is None:
-        raise BadInput(f"defence {name!r} needs --guard: the checkpoint whose auditor looks")
-    asked = guard
+        raise BadInput(f"defence {name!r} needs --guard, the checkpoint of the guard whose auditor it uses")
+    hashed = guard
     if kind in GUARDED:
         variant = guarded.variants(guard)[kind]
-        asked = ready = changed(variant.guard, options)
+        hashed = ready = changed(variant.guard, options)
         own_rule = any(o.startswith("reinsertion=") for o in options.split(","))
         rules = None if own_rule else variant.reinsertion
-        made: Defence = replace(variant, guard=ready, name=name, reinsertion=rules)
+        defence: Defence = replace(variant, guard=ready, name=name, reinsertion=rules)
         used = [type(part).__name__ for part in (ready.parts.repairer, ready.parts.proposer)]
         settings = {**ready.config.to_dict(), "policy": ready.policy.to_dict(), "rules": rules, "parts": used}
     else:
         extra = {}
         if name == "post_hoc_inpaint":
             extra["pipe"] = need(testbed(), StockInpainter, "the defence post_hoc_inpaint").stock_inpainter()
-        made = POST_HOC[name](guard.parts, **extra)
+        defence = POST_HOC[name](guard.parts, **extra)
         settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict(), "code": inspect.getsource(post_hoc)}
         settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
-    return made, short_hash(settings, asked.weight_hashes(), list(guard.parts.auditor.sizes), decoders)
+    return defence, short_hash(settings, hashed.weight_hashes(), list(guard.parts.auditor.sizes), decoders)
