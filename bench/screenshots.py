@@ -19,13 +19,13 @@ import uvicorn
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+from guardpaint.bases import load_base
 from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import create_app
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
-from paperdolls.bases import load_base, settings
 
 OPERATOR = "screenshot-operator"
 PROMPTS = (("a woman wearing a green dress in the park, in daylight", 11), ("a naked man on the beach, in daylight", 7))
@@ -34,7 +34,8 @@ PROMPTS = (("a woman wearing a green dress in the park, in daylight", 11), ("a n
 def running(base: str) -> tuple[uvicorn.Server, str]:
     guard = GuardPaint.embedded().configured(retain_evidence=True)
     limits = Settings(keys={OPERATOR: Key("olga", "operator", 600)})
-    worker = Worker(guard, load_base(base), settings(base), limits)
+    found = load_base(base)
+    worker = Worker(guard, found.pipe, dict(found.call), limits)
     server = uvicorn.Server(uvicorn.Config(create_app(Service(worker, base, limits, known_bad(None))), port=0))
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:

@@ -25,6 +25,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
+from guardpaint.bases import load_base
 from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import Service, create_app
 from guardpaint.serve.settings import Key, Settings
@@ -33,7 +34,6 @@ from guardpaint.serve.worker import Worker
 from guardpaint.store.images import load_bytes
 from guardpaint.store.results import metric, require_clean, write_results
 from guardpaint.testing.doubles import Raises
-from paperdolls.bases import load_base, settings
 from paperdolls.captions import caption
 from paperdolls.oracle import Oracle
 from paperdolls.scene import sample_scene
@@ -48,7 +48,8 @@ class Running:
 
     def __init__(self, guard: GuardPaint, base: str, **limits: Any) -> None:
         chosen = Settings(keys=KEYS, queue=512, **limits)
-        worker = Worker(guard.configured(mode="enforce"), load_base(base), settings(base), chosen)
+        found = load_base(base)
+        worker = Worker(guard.configured(mode="enforce"), found.pipe, dict(found.call), chosen)
         if guard.config.mode == "off":  # a service cannot be started without a guard, so replace it for the comparison
             worker.guard, worker.shown = guard, (*worker.shown, "unguarded")
         self.service = Service(worker, base, chosen, known_bad(None))
@@ -172,7 +173,8 @@ def faults(guard: GuardPaint, base: str) -> list[dict[str, Any]]:
 
 
 def replica(guard: str, base: str, name: str | None = None) -> Worker:
-    return Worker(GuardPaint.from_pretrained(guard), load_base(base), settings(base), Settings(keys=KEYS, queue=512))
+    found = load_base(base)
+    return Worker(GuardPaint.from_pretrained(guard), found.pipe, dict(found.call), Settings(keys=KEYS, queue=512))
 
 
 def killed(guard: str, base: str, requests: list[tuple[str, int]], oracle: Oracle) -> list[dict[str, Any]]:

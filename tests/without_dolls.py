@@ -1,4 +1,4 @@
-"""Runs every `guardpaint eval` command on a YAML testbed in a process that cannot import `paperdolls`.
+"""Runs every command that asks something of a world on a YAML testbed, in a process that cannot import `paperdolls`.
 
 python without_dolls.py FOLDER     prints one JSON object: command → exit code, kind of error, message
 """
@@ -103,7 +103,24 @@ def commands(root: Path) -> dict[str, list[str]]:
                     root / "history", "--results", root / "history.json"],
         "no testbed": ["attack", "pgj", "--out", root / "attacks"],
     }  # fmt: skip
-    return {name: [str(a) for a in args] for name, args in found.items()}
+    evaluated = {name: ["eval", *args] for name, args in found.items()}
+    return {name: [str(a) for a in args] for name, args in {**evaluated, **others(root)}.items()}
+
+
+def others(root: Path) -> dict[str, list[object]]:
+    """Commands outside `guardpaint eval` that take a testbed."""
+    world, guard, states = ["--testbed", root / "small.yaml"], ["--guard", root / "guard"], root / "states"
+    (root / "ingest.yaml").write_text(
+        "sources: [{name: own, format: testbed, path: 'paperdolls:train'}]\n", encoding="utf-8"
+    )
+    return {
+        "rollouts states": ["rollouts", "states", "first", *guard, "--count", 1, "--out", states, *world],
+        "rollouts play": ["rollouts", "play", *guard, "--split", "test", "--n", 2, "--out", root / "rollouts"],
+        "data views": ["data", "views", "first", "--out", root / "scene-views", *world],
+        "data pairs": ["data", "pairs", root / "scene-pairs", *world],
+        "data ingest": ["data", "ingest", root / "ingest.yaml", "--out", root / "corpus"],
+        "serve": ["serve", "--base", "tiny-sd", *guard],
+    }
 
 
 def main(root: Path) -> None:
@@ -114,7 +131,7 @@ def main(root: Path) -> None:
     write_parts(root)
     said = {}
     for name, args in commands(root).items():
-        result = CliRunner().invoke(app, ["eval", *args])
+        result = CliRunner().invoke(app, args)
         error = result.exception
         kind = "" if error is None or isinstance(error, SystemExit) else type(error).__name__
         said[name] = [result.exit_code, kind, str(error) if kind else result.output]

@@ -1,4 +1,7 @@
-"""Every `eval` command on a YAML testbed where `paperdolls` cannot be imported: it works, or names what is missing."""
+"""Every command that asks something of a world, on a YAML testbed and with imports of `paperdolls` blocked.
+
+It does its work, or it names what is missing.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ WORKS = {
     "fid": ".",
     "corpus-auditor": "clean.accuracy",
     "proposers": "first.uniform.utility",
+    "rollouts states": "states",
+    "rollouts play": "1 new tournaments",
 }
 """Commands that do their work, and what they say."""
 MISSING = {
@@ -33,6 +38,8 @@ MISSING = {
     "run post_hoc_inpaint": "post_hoc_inpaint needs an inpainting model that was not trained for safety",
     "adaptive": "eval adaptive needs pictures with truth masks, which the testbed 'small' does not have",
     "auditor": "eval auditor needs pictures with truth masks, which the testbed 'small' does not have",
+    "data views": "needs views of its own pictures to train an auditor on, which the testbed 'small' does not have",
+    "data pairs": "needs pairs of its own pictures to train an inpainter on, which the testbed 'small' does not have",
     "inpainter": "eval inpainter needs cases to measure an inpainter on, which the testbed 'small' does not have",
 }
 """Commands that need more than this testbed has, and what they name."""
@@ -77,6 +84,12 @@ def test_without_a_testbed_the_error_says_how_to_install_one(said):
     assert error == "MissingPackage" and "pip install" in message
 
 
+@pytest.mark.parametrize("command", ["data ingest", "serve"])
+def test_what_asks_the_installed_world_says_how_to_install_it(said, command):
+    _, error, message = said[command]
+    assert error in ("MissingPackage", "BadInput") and "pip install" in message, message
+
+
 def test_no_command_is_forgotten(said):
     named = {c.name for c in app.registered_commands}
-    assert named == {name.split()[0] for name in said} - {"no"}
+    assert named == {name.split()[0] for name in said} - {"no", "data", "rollouts", "serve"}

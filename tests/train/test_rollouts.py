@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from guardpaint import testbed
 from guardpaint.audit.model import AuditorScorer
+from guardpaint.bases import load_base
 from guardpaint.cli.rollouts import app
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
@@ -55,7 +56,7 @@ def guard():
 
 @pytest.fixture(scope="module")
 def states(guard):
-    return [s for s in rollouts.catch(guard, "tiny-sd", PROMPTS) if s is not None]
+    return [s for s in rollouts.catch(guard, load_base("tiny-sd"), PROMPTS) if s is not None]
 
 
 def test_states_are_caught_at_the_first_trigger(states):
@@ -66,7 +67,7 @@ def test_states_are_caught_at_the_first_trigger(states):
 
 def test_nothing_is_caught_where_nothing_triggers():
     calm = GuardPaint(AlwaysSafe(), small.inpainter(0))
-    assert list(rollouts.catch(calm, "tiny-sd", PROMPTS[:1])) == [None]
+    assert list(rollouts.catch(calm, load_base("tiny-sd"), PROMPTS[:1])) == [None]
 
 
 def test_the_guard_itself_stays_as_it_was(guard):
@@ -122,9 +123,9 @@ def test_states_of_any_testbed_are_collected_and_kept(guard, tmp_path):
     path = rollouts.state_file(tmp_path, "tiny-sd", "train")
     prompts = rollouts.rollout_prompts(Bare(), "train", 6, PROMPTS[:2])
     assert [p.seed for p in prompts] == [100, 1, 101, 2, 102, 103, 104, 105]
-    assert rollouts.collect_states(guard, "tiny-sd", prompts, 2, path) == 2
+    assert rollouts.collect_states(guard, load_base("tiny-sd"), prompts, 2, path) == 2
     assert [s.seed for s in rollouts.load_states(path)] == [100, 1]
-    assert rollouts.collect_states(guard, "tiny-sd", prompts, 4, path) == 4
+    assert rollouts.collect_states(guard, load_base("tiny-sd"), prompts, 4, path) == 4
     states = rollouts.load_states(path)
     assert [s.seed for s in states] == [100, 1, 101, 2] and states[2].prompt == "something bad 1"
 
@@ -175,7 +176,9 @@ def test_a_guard_from_disk_plays_in_processes(tmp_path):
     """The command's own path: a saved guard, two processes; nobody plays twice."""
     guard = small.guard(seed=0)
     guard.save_pretrained(tmp_path / "guard")
-    caught = [s for s in rollouts.catch(GuardPaint(Touchy(), small.inpainter(0)), "tiny-sd", PROMPTS[:2]) if s]
+    caught = [
+        s for s in rollouts.catch(GuardPaint(Touchy(), small.inpainter(0)), load_base("tiny-sd"), PROMPTS[:2]) if s
+    ]
     jobs = [(part, str(tmp_path / "guard"), "uniform", 2, tmp_path / "train") for part in rollouts.shards(caught, 2)]
     assert sum(spread(rollouts.work, jobs, 2)) == 2
     assert sum(spread(rollouts.work, jobs[:1], 2)) == 0

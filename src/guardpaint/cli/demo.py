@@ -62,7 +62,7 @@ def demo(
             drawn = []
             for text in texts:
                 drawn.append(both(guard, loaded, text, seed, out_dir))
-                out.print(f"{name:15s} {drawn[-1].verdict:22s} {text}", highlight=False)
+                out.print(f"{name:15s} {drawn[-1].verdict:22s} {text}", highlight=False, soft_wrap=True)
             strips.append({"title": title, "drawn": drawn})
         sections.append({"base": name, "pipeline": type(loaded.pipe).__name__, "strips": strips})
     index = out_dir / "index.html"

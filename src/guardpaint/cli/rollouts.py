@@ -29,11 +29,12 @@ def states(
     from guardpaint.testbed import open_testbed
     from guardpaint.train import rollouts
 
-    found = rollouts.attack_prompts(attacks) if attacks else ()
-    prompts = rollouts.rollout_prompts(open_testbed(testbed), split, 3 * count, found)
+    world = open_testbed(testbed)
+    attacked = rollouts.attack_prompts(attacks) if attacks else ()
+    prompts = rollouts.rollout_prompts(world, split, 3 * count, attacked)
     path = rollouts.state_file(out_dir, base, split)
-    have = rollouts.collect_states(GuardPaint.from_pretrained(guard), base, prompts, count, path)
-    typer.echo(f"{path}: {have} states")
+    number = rollouts.collect_states(GuardPaint.from_pretrained(guard), world.base(base), prompts, count, path)
+    typer.echo(f"{path}: {number} states")
 
 
 @app.command()

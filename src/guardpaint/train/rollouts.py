@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from guardpaint.bases import load_base
+from guardpaint.bases import Base
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
@@ -106,7 +106,7 @@ def take_turns(*lists: Sequence[Prompt]) -> list[Prompt]:
     return [p for turn in zip_longest(*lists) for p in turn if p is not None]
 
 
-def catch(guard: GuardPaint, name: str, prompts: Sequence[Prompt]) -> Iterator[State | None]:
+def catch(guard: GuardPaint, base: Base, prompts: Sequence[Prompt]) -> Iterator[State | None]:
     """The state at the first tournament of each generation, or None if the guard sees no reason for one."""
 
     def stop(tournament: Tournament) -> None:
@@ -114,14 +114,13 @@ def catch(guard: GuardPaint, name: str, prompts: Sequence[Prompt]) -> Iterator[S
 
     watching = guard.configured(on_error="raise")
     watching.parts = replace(watching.parts, observer=stop)
-    base = load_base(name)
     twin = watching.attach(base.pipe)
     for prompt in prompts:
         try:
             twin(prompt.text, generator=torch.Generator().manual_seed(prompt.seed), **base.call)
             yield None
         except Caught as caught:
-            yield state_of(caught.tournament, name, prompt.kind, prompt.seed)
+            yield state_of(caught.tournament, base.name, prompt.kind, prompt.seed)
 
 
 def state_of(tournament: Tournament, base: str, kind: str, seed: int) -> State:
@@ -182,7 +181,7 @@ def load_states(path: Path) -> list[State]:
         raise BadCheckpoint(f"{path}: unreadable ({error}); delete it to catch them anew") from error
 
 
-def collect_states(guard: GuardPaint, name: str, prompts: Sequence[Prompt], count: int, path: Path) -> int:
+def collect_states(guard: GuardPaint, base: Base, prompts: Sequence[Prompt], count: int, path: Path) -> int:
     """Catch states until the file has `count` of them or the prompts are used up; returns how many it has.
 
     States that were caught before are kept.
@@ -190,7 +189,7 @@ def collect_states(guard: GuardPaint, name: str, prompts: Sequence[Prompt], coun
     states = load_states(path) if path.exists() else []
     known = {(s.prompt, s.seed) for s in states}
     todo = [p for p in prompts if (p.text, p.seed) not in known]
-    for k, state in enumerate(track(catch(guard, name, todo), f"{name} states", len(todo))):
+    for k, state in enumerate(track(catch(guard, base, todo), f"{base.name} states", len(todo))):
         if len(states) >= count:
             break
         if state is not None:
