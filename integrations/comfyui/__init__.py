@@ -26,7 +26,7 @@ def load(checkpoint: str, policy: str, stamp: str) -> GuardPaint:
 
 
 def stamp(policy: str) -> str:
-    """What the policy file says now: an edited one is another."""
+    """SHA-256 of the policy file, so that an edited policy is loaded again."""
     return hashlib.sha256(Path(policy).read_bytes()).hexdigest() if policy else ""
 
 
@@ -61,7 +61,7 @@ class GuardPaintGuard(io.ComfyNode):
 
 
 class GuardPaintRelease(io.ComfyNode):
-    """The final verdict; what does not pass is repaired once more, blurred or withheld, as the policy says."""
+    """Makes the final verdict; a picture that does not pass is repaired once more, blurred or withheld."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

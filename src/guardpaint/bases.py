@@ -1,4 +1,4 @@
-"""Base models and guards by name: what an installed package provides, small random ones, folders, hub ids."""
+"""Loads base models and guards by name: those of installed packages, small random ones, folders and hub ids."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class NamedBase(Protocol):
     """A base that a package registers under `guardpaint.bases`."""
 
     inpaints: bool
-    """Whether it fills masks, and is no text-to-image base."""
+    """Whether it is an inpainting model and not a text-to-image base."""
 
     def load(self) -> Any:
         """The diffusers pipeline."""
         ...
 
     def call(self) -> dict[str, Any]:
-        """Arguments it was made to be called with: steps, guidance, size."""
+        """The call arguments that the base was trained for: steps, guidance, size."""
         ...
 
 
 @dataclass(frozen=True)
 class Base:
-    """A pipeline and the settings it was made for."""
+    """A pipeline and the call arguments that it was trained for."""
 
     name: str
     pipe: Any
@@ -55,19 +55,19 @@ class Base:
 
     @property
     def two_branches(self) -> bool:
-        """Whether its denoiser answers for the empty prompt beside the asked one."""
+        """Whether it runs classifier-free guidance, with an unconditional branch beside the conditional one."""
         return self.family != "flux" and self.guidance > 1.0
 
     def draw(self, prompts: Sequence[str], seeds: Sequence[int], pipe: Any = None, **more: Any) -> list[Image.Image]:
-        """One batch; every picture has its own seed. `more` may replace the prompts by embeddings."""
+        """Draw one batch with a seed per picture. `more` are further call arguments; embeddings replace the prompts."""
         import torch
 
         generators = [torch.Generator().manual_seed(s) for s in seeds]
-        words = {} if "prompt_embeds" in more else {"prompt": list(prompts)}
-        return list((pipe or self.pipe)(generator=generators, **{**self.call, **words, **more}).images)
+        text = {} if "prompt_embeds" in more else {"prompt": list(prompts)}
+        return list((pipe or self.pipe)(generator=generators, **{**self.call, **text, **more}).images)
 
     def digest(self) -> str:
-        """Short hash of everything that decides its pictures: weights, call settings, scheduler."""
+        """A short hash of everything that its pictures depend on: weights, call arguments, scheduler."""
         from torch import nn
 
         parts = {k: fingerprint(v) for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
@@ -95,8 +95,8 @@ def load_base(name: str) -> Base:
         call = {"height": small.PIXELS, "width": small.PIXELS}
         return Base(name, small.pipeline(name.removeprefix(SMALL)), call)
     if name in named_bases():
-        found: NamedBase = plugins.load(plugins.BASES, name, f"base {name!r}")
-        return Base(name, found.load(), found.call())
+        named: NamedBase = plugins.load(plugins.BASES, name, f"base {name!r}")
+        return Base(name, named.load(), named.call())
     path = Path(name)
     if not path.is_dir() and (path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~"))):
         hint = "" if named_bases() else f"; named bases such as mini-sd come with {plugins.HOW_TO_INSTALL}"
@@ -125,7 +125,7 @@ def load_inpainter(name: str) -> Any:
 
 UNTRAINED = "the guard `tiny` is random-initialised: its verdicts mean nothing"
 EMBEDDED_ONLY = (
-    "the embedded guard knows the world it was trained in only; give one trained on real pictures with --guard"
+    "the embedded guard only knows the world it was trained in; give one trained on real pictures with --guard"
 )
 
 

@@ -1,4 +1,4 @@
-"""How the guard runs. What is allowed in a picture is the content policy's business (`policy.py`)."""
+"""Settings of how the guard runs. What a picture may show is in the content policy (`policy.py`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from guardpaint.errors import BadConfig
 
 @dataclass(frozen=True)
 class Band:
-    """Thresholds from this progress on, until the next band begins."""
+    """Calibrated thresholds that hold from `start` (a progress) until the next band begins."""
 
     start: float
     thresholds: Mapping[str, float]
-    """Flag a category also when p_category reaches this; it can only tighten the policy."""
+    """A category is also flagged when its probability reaches this. A threshold can only make the policy stricter."""
     mask_level: float | None
-    """Heat-map level of the calibrated mask threshold; None: the configuration's."""
+    """Heat-map level of the calibrated mask threshold; None uses the configuration's."""
     n: Mapping[str, int]
     """Calibration examples per category."""
 
@@ -29,22 +29,24 @@ class Band:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A promise and the data it rests on."""
+    """Calibrated thresholds, the risks they guarantee, and the data they were computed from."""
 
     alpha: float
-    """Miss rate per category, at most, on data like the calibration's."""
+    """Largest miss rate per category, on data like the calibration's."""
     beta: float
-    """Share of unsafe area left uncovered, at most."""
+    """Largest share of the unsafe area that masks leave uncovered, on average."""
     data: str
     """SHA-256 of the calibration rows."""
     bands: tuple[Band, ...]
     auditor: str = ""
-    """Identity of the auditor it holds for; a guard with another one is not loaded. Empty: not told."""
+    """Identity of the auditor that was calibrated; a guard with another one is not loaded. Empty if it is unknown."""
 
     def __post_init__(self) -> None:
         starts = [b.start for b in self.bands]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-            raise BadConfig(f"calibration bands start at {starts}: the first at 0, then rising")
+            raise BadConfig(
+                f"calibration bands start at {starts}: the first must start at 0, and each later than the one before"
+            )
         if not (0 < self.alpha < 1 and 0 < self.beta < 1):
             raise BadConfig(f"calibration alpha={self.alpha}, beta={self.beta}: must lie in (0, 1)")
 
@@ -110,10 +112,10 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Settings of the loop; the defaults are the project's, not always the paper's."""
+    """Settings of the loop. Some defaults differ from the paper's."""
 
     mode: str = "enforce"
-    """enforce: repair or block. monitor: audit and report, change nothing. off: do nothing, say so."""
+    """enforce: repair or block. monitor: audit and report, change nothing. off: do nothing, and report that."""
     on_error: str = "block"
     """What an exception, NaN, timeout or unwritable log does to the image: block it, or raise."""
     candidates: int = 5
@@ -127,11 +129,11 @@ class GuardConfig:
     resolution: str = "adaptive"
     """adaptive: coarse, then fine if it triggers or is in the band; paper: switch at progress 0.65."""
     view_decoder: str = "auto"
-    """auto: looks by the tiny decoder where one is loaded, repairs in what the VAE decodes; tiny, full: always that."""
+    """auto: audit views of the tiny decoder if one is loaded, repair those of the VAE. tiny, full: always that one."""
     band: float = 0.10
-    """Width below the trigger in which the coarse pass asks for a fine one."""
+    """A coarse adv_prob less than this below the trigger is followed by a fine pass."""
     heat_map: str = "adv"
-    """Mine regions from the binary map or from the flagged category's map."""
+    """The map that regions are mined from: adv, the binary one; class, that of the flagged category."""
     mask_threshold: str = "percentile"
     percentile: float = 85.0
     mask_level: float = 0.5
@@ -155,15 +157,15 @@ class GuardConfig:
     blend_alpha: str = "one_minus_noise"
     """α of the blending rules: 1 − noise, or the paper's 0.30 + 0.60·progress."""
     keep: int = 0
-    """Candidates painted out after the ranker saw previews of all; 0: all of them, no preview."""
+    """How many candidates are painted after the ranker has seen previews of all; 0 paints all, without previews."""
     doubt: float = 0.15
-    """A repaired picture with 1 − S still at this or above gets one more tournament before it leaves; 1: none."""
+    """A repaired picture whose 1 − S is at this or above gets one more tournament before release; 1 turns this off."""
     strong_candidates: int = 8
     """N of the last-resort strong repair."""
     last_f_gate: str = "same"
-    """F gate of that repair; same: `f_gate`. Off gives a picture where only a blur or none would be left."""
+    """Its F gate; same is `f_gate`. off gives a picture where otherwise only a blur or nothing is left."""
     repair_batch: int = 8
-    """Most candidates denoised in one batch; lower it to save memory."""
+    """Largest number of candidates denoised in one batch; lower it to save memory."""
     timeout_s: float = 0.0
     """Guard time allowed per image in seconds; 0 = no limit."""
     retain_evidence: bool = False
@@ -197,9 +199,9 @@ class GuardConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise BadConfig(f"unknown guard setting(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        found = values.get("calibration")
-        if found is not None and not isinstance(found, Calibration):
-            values = {**values, "calibration": Calibration.from_dict(found)}
+        calibration = values.get("calibration")
+        if calibration is not None and not isinstance(calibration, Calibration):
+            values = {**values, "calibration": Calibration.from_dict(calibration)}
         return cls(**values)
 
     def mask_level_at(self, progress: float) -> float:

@@ -6,11 +6,11 @@ class GuardPaintError(Exception):
 
 
 class UnsupportedPipeline(GuardPaintError):
-    """The pipeline class is of no family we can guard."""
+    """The pipeline class belongs to none of the supported families."""
 
 
 class UnsupportedScheduler(GuardPaintError):
-    """The scheduler's noise levels are not known to us, so clean estimates would be wrong."""
+    """The scheduler is not supported: its noise levels are unknown, so clean estimates would be wrong."""
 
 
 class BadConfig(GuardPaintError, ValueError):

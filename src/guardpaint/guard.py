@@ -1,4 +1,4 @@
-"""GuardPaint: auditor + repairer + proposer + content policy, assembled, loaded, saved and attached."""
+"""GuardPaint: composes auditor, repairer, proposer and content policy; loads, saves and attaches them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REMEMBERED = 256
 
 
 class ThreadCalls(threading.local):
-    """The latest reports and the calls under way, of each thread."""
+    """The latest reports and the current calls of each thread."""
 
     latest: list[GuardReport] | None = None
     watched: GuardedCall | None = None
@@ -83,7 +83,7 @@ class GuardPaint:
             seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
         config = config or GuardConfig()
         if config.keep and ranker is None:
-            raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker")
+            raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
         self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config, ranker)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
@@ -162,7 +162,7 @@ class GuardPaint:
         return self.release(call, out, output_type)
 
     def release(self, call: GuardedCall, out: Any, output_type: str) -> Any:
-        """Final verdicts, reports remembered, and the output with what may be shown."""
+        """Make the final verdicts and store the reports; returns the output with the images that may be shown."""
         images = out[0] if isinstance(out, tuple) else out.images
         released, reports = release(call, images, output_type)
         self.remember(reports)
@@ -233,11 +233,11 @@ class GuardPaint:
             return self._reports[request_id]
 
     def running(self, call: GuardedCall | None) -> None:
-        """Remember the call that this thread is in the middle of."""
+        """Set the call that this thread is running."""
         self._thread.running = call
 
     def so_far(self) -> list[GuardReport]:
-        """Unfinished reports of the call this thread is in the middle of, for step callbacks; empty outside of one."""
+        """Unfinished reports of the call that this thread is running, for step callbacks; empty outside of a call."""
         call = self._thread.running
         return [] if call is None else unfinished_reports(call)
 
@@ -249,7 +249,7 @@ class GuardPaint:
         return self.parts.audit(view[None], [prompt], 0.0)[0]
 
     def weight_hashes(self) -> dict[str, str]:
-        """SHA-256 of the weights of each component that has any and is asked; computed once."""
+        """SHA-256 of the weights of each component that is used; computed once."""
         if not self._weights:
             for name in ("auditor", "proposer", *(("ranker",) if self.config.keep else ())):
                 part = getattr(self.parts, name)
@@ -273,7 +273,7 @@ class GuardPaint:
     # Saving and loading ------------------------------------------------------------------------------------
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """guardpaint.json, policy.yaml and one folder per component; the manifest is written last."""
+        """Write guardpaint.json, policy.yaml and one folder per component; guardpaint.json is written last."""
         directory = Path(directory)
         auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
         if not isinstance(auditor, AuditorScorer):

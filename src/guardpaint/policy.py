@@ -28,9 +28,9 @@ class Category:
     weight: float = 1.0
     """Class weight of the auditor's training loss."""
     threshold: float | None = None
-    """Flag also when p_category reaches this, most probable or not: a threshold can only tighten."""
+    """The category is also flagged when its probability reaches this. A threshold can only make the rule stricter."""
     safe_prompt: str = ""
-    """What an unaligned repairer paints instead."""
+    """The prompt that a repairer without safety training paints instead."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Policy:
-    """What may be shown, and what happens when a picture stays flagged."""
+    """What a picture may show, and what happens to one that stays flagged."""
 
     name: str = "default"
     categories: tuple[Category, ...] = field(default_factory=tuple)
     trigger: float = 0.40
-    """Benign needs adv_prob below this."""
+    """A picture is benign only if its adv_prob is below this."""
     last_resort: tuple[str, ...] = ("strong_repair", "blur", "block")
 
     def __post_init__(self) -> None:
@@ -82,13 +82,13 @@ class Policy:
         raise BadConfig(f"no category {name!r} in policy {self.name!r}; it has {', '.join(self.names)}")
 
     def safe_prompt(self, name: str) -> str:
-        """What to paint instead of a category."""
+        """The prompt to paint in place of a category; that of `safe` if the category has none."""
         return self.category(name).safe_prompt or self.categories[0].safe_prompt
 
     def finding(self, audit: Audit, calibrated: Mapping[str, float] | None = None) -> Finding | None:
-        """Trigger rule: benign iff adv_prob < trigger and the harm class is safe.
+        """Why an audit triggers; None if adv_prob < trigger and the most probable class is safe.
 
-        A category's threshold, from the policy or from calibration (the lower counts), can only tighten it.
+        A category's threshold, from the policy or from calibration (the lower one counts), can only make this stricter.
         """
         for c in self.categories[1:]:
             p = audit.probs[c.name]
@@ -105,7 +105,7 @@ class Policy:
         return None
 
     def digest(self) -> str:
-        """SHA-256 of everything the policy says."""
+        """SHA-256 of the whole policy."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:

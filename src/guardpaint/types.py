@@ -50,7 +50,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Audit:
-    """What one auditor pass says about one image. All scores are in [0, 1], higher is better."""
+    """The result of one auditor pass on one image. S, F, P and B are in [0, 1], and higher is better."""
 
     adv_prob: float
     probs: dict[str, float]
@@ -67,7 +67,7 @@ class Audit:
     image_embed: Float[Tensor, " d"]
     text_embed: Float[Tensor, " t"] | None
     pixels: int
-    """Shorter side of the view the auditor saw."""
+    """Shorter side of the view that was scored."""
 
     @property
     def harm(self) -> str:
@@ -125,7 +125,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class RepairRequest:
-    """What a repairer is asked: N candidates for one region of one view."""
+    """A request for N candidates for one region of one view."""
 
     view: Float[Tensor, "3 h w"]
     region: Bool[Tensor, "h w"]
@@ -134,22 +134,22 @@ class RepairRequest:
     knobs: tuple[Knobs, ...]
     prompt: str
     safe_prompt: str
-    """What the policy would rather see, for repairers that are not aligned."""
+    """The policy's safe prompt, for repairers without safety training."""
     avoid: str
-    """The definition of what was flagged."""
+    """The definition of the flagged category."""
     seed: int
     base: Denoiser | None
     latent_size: tuple[int, int]
-    """Of the base's latent, for repairers that work there."""
+    """Size of the base's latent, for repairers that work in its latent space."""
     batch: int = 8
-    """Most candidates to denoise at once."""
+    """Largest number of candidates to denoise in one batch."""
     begun: Float[Tensor, "n c u v"] | None = None
-    """Their latents after the first step, where `preview` has taken it."""
+    """The candidates' latents after their first step, if `preview` has made it."""
 
 
 @runtime_checkable
 class Auditor(Protocol):
-    """Any detector that can score views. `AuditorScorer` is ours; another one plugs in here."""
+    """Any detector that can score views; `AuditorScorer` is the one that ships."""
 
     categories: tuple[str, ...]
     sizes: tuple[int, int]
@@ -160,7 +160,7 @@ class Auditor(Protocol):
 
 @runtime_checkable
 class Repairer(Protocol):
-    """Anything that can repaint a masked region: our inpainter, the base model itself, …"""
+    """Anything that can repaint a masked region, such as `Inpainter` or `NativeRepairer`."""
 
     @property
     def name(self) -> str: ...
@@ -170,7 +170,7 @@ class Repairer(Protocol):
 
 @runtime_checkable
 class Previewer(Protocol):
-    """A repairer that can also show candidates after one denoising step, and go on from there (`request.begun`)."""
+    """A repairer that can also show candidates after one denoising step and continue from there (`request.begun`)."""
 
     def preview(self, request: RepairRequest) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]: ...
 
@@ -199,7 +199,7 @@ class SeamMetric(Protocol):
 
 @dataclass(frozen=True)
 class ProposerState:
-    """What a proposer may look at."""
+    """The inputs of a proposer."""
 
     text_embed: Float[Tensor, " t"] | None
     latent: Float[Tensor, "c h w"]

@@ -457,7 +457,7 @@ def test_watch_wants_flux_geometry_and_checks_it():
     with guard.watch(flux, height=128, width=64) as cb:
         out = call(flux, callback_on_step_end=cb)
     done = guard.finish(out)
-    assert done.safety[0].status == "blocked" and "announced" in done.safety[0].errors[0]
+    assert done.safety[0].status == "blocked" and "watch() was given" in done.safety[0].errors[0]
 
 
 def test_a_watch_that_sees_nothing_complains(sd_pipe):

@@ -83,7 +83,7 @@ def test_appending_continues_the_chain_and_refuses_a_broken_one(written):
         log.append([{"note": 1}])
     assert verify_log(path, key=b"secret", anchor=anchor).records == 4
     rewrite(path, lambda x: [x[1], x[0]])
-    with pytest.raises(AuditLogError, match="not appending"):
+    with pytest.raises(AuditLogError, match="nothing is appended"):
         AuditLog(path, key=b"secret")
 
 

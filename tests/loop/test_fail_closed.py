@@ -178,7 +178,7 @@ def test_an_unwritable_log_blocks(tmp_path, sd_pipe):
     assert call(guard.attach(sd_pipe)).safety[0].status == "clean"
     os.close(log._file)
     log._file = os.open(tmp_path / "log.jsonl", os.O_RDONLY)
-    assert_blocked(call(guard.attach(sd_pipe)), "record not written")
+    assert_blocked(call(guard.attach(sd_pipe)), "could not be written")
 
 
 def test_a_full_disk_blocks_and_leaves_no_half_record(tmp_path, sd_pipe, monkeypatch):

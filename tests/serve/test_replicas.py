@@ -61,7 +61,7 @@ def test_an_ingress_begun_anew_finds_its_policy_again(replica, tmp_path):
 def test_an_ingress_takes_no_policy_its_replicas_cannot(replica):
     own = replica.worker.policy
     ingress = Cluster(None, facts(own), Settings())
-    with pytest.raises(BadConfig, match="does not begin to release"):
+    with pytest.raises(BadConfig, match="started with a policy that blocks"):
         ingress.change_policy(replace(own, last_resort=("keep",)), "olga")
     with pytest.raises(BadConfig, match="the guard knows"):
         ingress.change_policy(replace(own, categories=own.categories[:2]), "olga")

@@ -425,7 +425,7 @@ def test_key_files(tmp_path):
     assert load_keys(path)[OPERATOR].operator
     for text, word in (("{}", "no keys"), ('{"short": {"name": "x"}}', "shorter than 16"), ("[", "not a key file"),
                        (json.dumps({USER: {"name": "a"}, OTHER: {"name": "a"}}), "'a' has two secrets"),
-                       (json.dumps({USER: {"name": "a", "role": "king"}}), "role 'king'")):  # fmt: skip
+                       (json.dumps({USER: {"name": "a", "role": "king"}}), "role='king'")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(BadConfig, match=word):
             load_keys(path)
@@ -461,7 +461,7 @@ def test_a_body_without_a_length_is_counted_too(client):
 
 @pytest.mark.parametrize("mode", ["monitor", "off"])
 def test_a_guard_that_does_not_enforce_is_not_served(mode):
-    with pytest.raises(BadConfig, match="a service needs one that enforces"):
+    with pytest.raises(BadConfig, match="a service needs mode=enforce"):
         make(guard=GuardPaint(AlwaysSafe(), PaintsFlat()).configured(mode=mode))
 
 
@@ -469,7 +469,7 @@ def test_a_running_service_does_not_begin_to_keep_flagged_pictures(client):
     test = client(FlagsBright())
     policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
     answer = test.put("/v1/policy", json={**policy, "last_resort": ["keep"]}, headers=bearer(OPERATOR))
-    assert answer.status_code == 400 and "does not begin to release" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "started with a policy that blocks" in answer.json()["error"]["message"]
 
 
 def test_failing_accounts_do_not_stop_the_worker():

@@ -46,11 +46,11 @@ class AuditorConfig:
     """How maps become logits: mean (the paper's), or peak, a smooth maximum, which mask supervision needs: a map
     that is right is low almost everywhere, and so would be its mean."""
     quality_pool: str = "mean"
-    """The same for P: the mean over the map (the paper's), its worst place weighed by area (peak), or whatever its
-    area (high), as artefacts are rated."""
+    """The same for P: mean over the map (the paper's), peak (a smooth minimum, which grows with the area of the
+    artefact), or high (the worst cells, whatever their area)."""
     class_weights: tuple[float, ...] = ()
-    """Class weights of the loss it was trained with, to be taken back out of its probabilities: a class that counts
-    five times as much comes out with five times its odds. Empty: the probabilities are as trained (the paper's)."""
+    """Class weights of the training loss, which are divided out of the probabilities: a weight of 5 multiplies the odds
+    of its class by 5. If empty, the probabilities are used as trained (the paper's)."""
     vocab_size: int = 258
     max_tokens: int = 128
     sizes: tuple[int, int] = (224, 384)
@@ -266,7 +266,7 @@ class AuditorScorer(nn.Module):
         return class_logits - class_logits.new_tensor(self.config.class_weights).log()
 
     def probabilities(self, class_logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Of every category."""
+        """The probability of every category."""
         return self.unweighted(class_logits).softmax(1)
 
     def train(self, mode: bool = True) -> AuditorScorer:
@@ -274,7 +274,7 @@ class AuditorScorer(nn.Module):
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> AuditorScorer:
-        """Moved or cast: what was encoded before is on the wrong device."""
+        """Clear the encoded prompts, because the module is moved or cast."""
         self._encoded.clear()
         return super()._apply(*args, **kwargs)
 

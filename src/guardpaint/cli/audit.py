@@ -1,4 +1,4 @@
-"""`guardpaint audit` (score finished images) and `guardpaint inspect` (the story of one generation)."""
+"""`guardpaint audit` scores finished images; `guardpaint inspect` prints what happened in one generation."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def inspect(
     report: Annotated[Path, typer.Argument(help="A report JSON written by `generate`.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Tell the story of one generation: what the guard saw, tried and decided."""
+    """Print what the guard found, tried and decided in one generation."""
     from guardpaint.loop.report import load_report
 
-    found = load_report(report)
+    loaded = load_report(report)
     if as_json:
-        dump(found)
+        dump(loaded)
         return
-    for line in story(found):
+    for line in story(loaded):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

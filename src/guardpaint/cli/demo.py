@@ -42,7 +42,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of every picture.")] = 0,
     base: Annotated[list[str] | None, typer.Option(help="Only this base; may be repeated.")] = None,
 ) -> None:
-    """Every embedded base, unguarded and guarded with the same seeds; writes a gallery to open in a browser."""
+    """Draw with every embedded base, without and with the guard, and write a gallery to open in a browser."""
     from guardpaint.bases import load_base
     from guardpaint.guard import GuardPaint
     from guardpaint.store.pages import render

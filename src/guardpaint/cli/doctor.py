@@ -1,4 +1,4 @@
-"""`guardpaint doctor`: what is installed, and a self-test of the promises that matter."""
+"""`guardpaint doctor`: lists what is installed and runs a self-test."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def self_test() -> list[dict[str, Any]]:
-    """The promises that matter, tried on small pipelines: nothing changed, nothing unsafe released."""
+    """Check on small pipelines that safe images stay untouched, and that unsafe ones and errors are blocked."""
     import torch
 
     from guardpaint.guard import GuardPaint

@@ -26,7 +26,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What was asked on the command line."""
+    """The options of the command line."""
 
     prompt: str
     base: str

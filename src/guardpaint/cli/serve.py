@@ -24,14 +24,18 @@ def serve(
     batch: Annotated[int, typer.Option(min=1, help="Compatible pictures drawn together.")] = 4,
     retain_evidence: Annotated[bool, typer.Option(help="Keep un-blurred evidence for operators.")] = False,
     audit_log: Annotated[
-        Path | None, typer.Option(help="Append to this audit log; unwritable: nothing is released.")
+        Path | None, typer.Option(help="Append to this audit log. If it cannot be written, nothing is released.")
     ] = None,
     key_file: Annotated[Path | None, typer.Option(help="Key of the audit log's HMAC.")] = None,
     anchor: Annotated[Path | None, typer.Option(help="Where to anchor the audit log's head.")] = None,
-    self_test: Annotated[Path | None, typer.Option(help="A known-bad picture that /ready must see caught.")] = None,
+    self_test: Annotated[
+        Path | None, typer.Option(help="An unsafe picture that the guard must flag for /ready.")
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on a Ray cluster: RAY_ADDRESS, or this machine.")] = False,
-    replicas: Annotated[int, typer.Option(min=1, help="With --ray: generators to begin with.")] = 1,
-    most_replicas: Annotated[int | None, typer.Option(min=1, help="With --ray: generators under load.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: replicas at the start.")] = 1,
+    most_replicas: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: largest number of replicas under load.")
+    ] = None,
 ) -> None:
     """Serve guarded generation: an OpenAI-compatible API, a page at /, metrics at /metrics."""
     try:

@@ -20,7 +20,7 @@ from guardpaint.loop.call import GuardedCall
 
 @runtime_checkable
 class Guard(Protocol):
-    """What the doors need of a guard; `GuardPaint` is the one."""
+    """What the doors need of a guard; `GuardPaint` implements it."""
 
     @property
     def config(self) -> GuardConfig: ...
@@ -35,14 +35,14 @@ class Guard(Protocol):
 
 
 class GuardedTwin:
-    """Marks a guarded twin."""
+    """Base class of all guarded twins, by which they are recognised."""
 
     _guardpaint: Guard
 
 
 @dataclass(frozen=True)
 class TwinCall:
-    """One call of a twin: the arguments as given, and all of them by name."""
+    """One call of a twin: its arguments as they were passed, and all arguments by name, defaults included."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -54,7 +54,7 @@ class TwinCall:
 def check_pipeline(pipe: Any, verb: str) -> Family:
     """The pipeline's family, if it can be guarded and is not guarded already."""
     if isinstance(pipe, GuardedTwin):
-        raise BadInput(f"this pipeline is guarded already; {verb} the original instead")
+        raise BadInput(f"this {type(pipe).__name__} is guarded already; {verb} the original pipeline instead")
     family = family_of(pipe)
     prediction_type(pipe.scheduler)
     return family
@@ -100,18 +100,18 @@ def twin_class(cls: type) -> type:
     return _CLASSES.setdefault(cls, type(cls.__name__, (cls, GuardedTwin), body))
 
 
-def guarded_call(twin: Any, original: Any, asked: TwinCall) -> Any:
+def guarded_call(twin: Any, original: Any, request: TwinCall) -> Any:
     """Run the pipeline's own __call__ on a private copy with a private scheduler, then release its images."""
     guard: Guard = twin._guardpaint
     run = copy.copy(twin)
     vars(run)["scheduler"] = copy.deepcopy(twin.scheduler)
-    arguments = asked.arguments
+    arguments = request.arguments
     call = guard.open(
         run,
         door="attach",
-        prompts=image_prompts(arguments, asked.safety_prompt),
+        prompts=image_prompts(arguments, request.safety_prompt),
         seeds=seed_rule(arguments.get("generator"), guard.config.seed),
-        request_id=asked.request_id,
+        request_id=request.request_id,
         true_cfg=float(arguments.get("true_cfg_scale") or 1.0),
     )
     if vars(run).get("safety_checker") is not None:
@@ -119,7 +119,7 @@ def guarded_call(twin: Any, original: Any, asked: TwinCall) -> Any:
     guard.running(call)
     try:
         with tapped(run, call.setup.family, call):
-            out = original(run, *asked.args, **asked.kwargs)
+            out = original(run, *request.args, **request.kwargs)
     finally:
         guard.running(None)
     return guard.release(call, out, str(arguments.get("output_type", "pil")))

@@ -1,4 +1,4 @@
-"""What the doors read from a pipeline call: the text and the seed of each image; and the output they hand back."""
+"""Reads the prompt and the seed of each image from a pipeline call, and puts the released images into its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def image_prompts(arguments: dict[str, Any], safety_prompt: Any) -> list[str] | 
 
 
 def seed_rule(generator: Any, fallback: int) -> Callable[[int, int], tuple[int, int]]:
-    """Request seed per image from the caller's generators, read without drawing from them."""
+    """A function (image, batch) → (request seed, index among the images that share it).
+
+    The seeds are those of the caller's generators, which are read without drawing from them.
+    """
     if isinstance(generator, Sequence) and len(generator) > 1:
         seeds = [g.initial_seed() for g in generator]
         return lambda image, batch: (seeds[image % len(seeds)], image // len(seeds))
@@ -54,6 +57,6 @@ def finished_output(out: Any, images: Any, reports: list[GuardReport]) -> Any:
 
 
 def nsfw_flags(reports: Sequence[GuardReport], previous: Sequence[bool] | None) -> list[bool]:
-    """diffusers' flag: this slot was withheld, or released although flagged."""
+    """diffusers' flag per image: true if it was withheld, or released although flagged."""
     mine = [r.status in (Status.BLOCKED, Status.RELEASED_FLAGGED) for r in reports]
     return mine if previous is None else [a or bool(b) for a, b in zip(mine, previous, strict=True)]

@@ -1,8 +1,8 @@
-"""The guard inside a ComfyUI workflow: it looks at the clean estimate after guidance, in every audited step.
+"""The guard inside a ComfyUI workflow: it audits the clean estimate after guidance, in every audited step.
 
-ComfyUI calls a model's post-CFG functions with the denoised latent x̂0 and takes back what they return. That is the seam
-here: an accepted repair is put into x̂0 inside its mask and held there in all remaining steps. What fails raises, and a
-workflow that raised hands out nothing. No import of ComfyUI: its objects are used by the few methods named below.
+ComfyUI calls a model's post-CFG functions with the denoised latent x̂0 and continues with what they return. An accepted
+repair is put into x̂0 inside its mask and held there in all remaining steps. An error stops the workflow before it
+releases anything. ComfyUI is not imported; its objects are used only through the methods called below.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepView(PixelView):
 
 @dataclass
 class Session:
-    """One guarded model of a workflow; a new sampling run begins a new account."""
+    """The state of one guarded model in a workflow. It is reset when a new sampling run begins."""
 
     guard: GuardPaint
     decode: Codec
@@ -64,7 +64,7 @@ class Session:
     audited: set[int] = field(default_factory=set)
     sigmas: Tensor | None = None
     steps: int = 0
-    """Of the sampling run this account is of; 0: none."""
+    """Number of steps of the current sampling run; 0 if there is none."""
     began: float = field(default_factory=time.perf_counter)
 
     def level(self, sigma: float) -> Level:
@@ -75,13 +75,13 @@ class Session:
 
     @torch.no_grad()
     def post_cfg(self, args: dict[str, Any]) -> Tensor:
-        """ComfyUI's post-CFG function: x̂0 in, x̂0 out, the very same tensor where nothing was found."""
+        """ComfyUI's post-CFG function: returns x̂0 with the holds applied, or the same tensor if there are none."""
         x0: Tensor = args["denoised"]
         if x0.dim() != 4:
             raise BadInput(f"latents of shape {tuple(x0.shape)}: the guard knows pictures, [batch, channels, h, w]")
         sigmas = args["model_options"].get("transformer_options", {}).get("sample_sigmas")
         if sigmas is None:
-            raise BadInput("this sampler does not tell its sigmas (sample_sigmas): its steps cannot be guarded")
+            raise BadInput("this sampler does not pass sample_sigmas, so its steps cannot be guarded; use another one")
         sigma, steps = float(args["sigma"].flatten()[0]), len(sigmas) - 1
         at = [i for i in range(steps) if abs(float(sigmas[i]) - sigma) <= 1e-5 * max(1.0, sigma)]
         if at:
@@ -94,7 +94,7 @@ class Session:
         return self.held(x0)
 
     def turn(self, step: int, count: int, sigmas: Tensor | None) -> None:
-        """Step 0, other sigmas or another batch begin another picture; samplers may look twice at a step."""
+        """Reset the session if a new run begins: at step 0, with other sigmas, or with another batch size."""
         same = self.sigmas is not None and sigmas is not None and torch.equal(self.sigmas, sigmas)
         if step == 0 or not same or len(self.images) != count:
             self.forget()
@@ -153,10 +153,10 @@ class Session:
 
     @torch.no_grad()
     def release(self, images: Float[Tensor, "b h w 3"]) -> tuple[Float[Tensor, "b h w 3"], list[GuardReport]]:
-        """The final verdict on decoded pictures, at both sizes; a withheld one is a plain card.
+        """Make the final verdict on decoded pictures; a blocked one is replaced by a placeholder.
 
-        Which run a picture comes from is not known here (ComfyUI keeps what it sampled before, and one model may go to
-        two samplers), so every picture is audited like an edited one.
+        It is not known here which run a picture comes from (ComfyUI caches earlier samples, and one model may serve two
+        samplers), so every picture is audited at both sizes, like an edited one.
         """
         known = len(self.images) == len(images)
         if not known:
@@ -178,7 +178,7 @@ class Session:
         return out, reports
 
     def decide(self, image: ImageState, picture: Float[Tensor, "3 h w"], draft: Draft | None) -> Decision:
-        """The decision about one picture; whatever breaks, it fails closed."""
+        """The decision about one picture. Any error fails closed."""
         mode = self.guard.config.mode
         if mode == "off":
             return Decision(Status.UNGUARDED)
@@ -197,9 +197,9 @@ class Session:
         parts = self.guard.parts
         skipped = []
         if not known:
-            skipped.append({"what": "steps", "why": "no sampling run under this guard has these pictures"})
+            skipped.append({"what": "steps", "why": "the pictures come from no sampling run of this guard"})
         elif not self.audited and parts.config.mode != "off":
-            skipped.append({"what": "steps", "why": "the sampler visited no step that was to be audited"})
+            skipped.append({"what": "steps", "why": "the sampler made none of the steps that are audited"})
         if image.prompt is None:
             skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
         settings = {
@@ -218,7 +218,7 @@ class Session:
 
 
 def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> tuple[Any, Session]:
-    """A clone of ComfyUI's MODEL whose x̂0 the guard sees, and the session that gives the final verdict."""
+    """A clone of ComfyUI's MODEL with the guard in its post-CFG functions, and the session for the final verdict."""
     if guard.parts.repairer.name == "native":
         raise BadConfig("the native repairer needs a diffusers pipeline; give the guard an inpainter")
     inner = model.model

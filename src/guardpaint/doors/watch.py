@@ -19,7 +19,7 @@ from guardpaint.loop.report import GuardReport
 
 
 class WatchCallback:
-    """Put it into callback_on_step_end, alone or inside your own callback."""
+    """A step callback: pass it as callback_on_step_end, or call it inside your own."""
 
     def __init__(self, call: GuardedCall) -> None:
         self.call = call
@@ -40,7 +40,7 @@ class WatchCallback:
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What the caller says of the call that is to be watched."""
+    """What the caller of `watch` knows about the call."""
 
     height: int | None = None
     width: int | None = None
@@ -51,7 +51,7 @@ class WatchOptions:
 
 @contextmanager
 def watch(guard: Guard, pipe: Any, options: WatchOptions) -> Iterator[WatchCallback]:
-    """Fit the tap to the caller's own object for one call; it is taken off again on leaving."""
+    """Guard one call of the caller's own pipeline object, which is restored on leaving the with block."""
     family = check_pipeline(pipe, "watch")
     sized = options.height is not None and options.width is not None
     if family.name == "flux" and not sized:
@@ -67,13 +67,13 @@ def watch(guard: Guard, pipe: Any, options: WatchOptions) -> Iterator[WatchCallb
     if "encode_prompt" in vars(pipe):
         raise BadInput("this pipeline is being watched already: one guarded call at a time per object")
     encode = pipe.encode_prompt
-    heard: list[bool] = []
+    encoded: list[bool] = []
     signature = inspect.signature(encode)
 
     @functools.wraps(encode)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        if not heard:
-            heard.append(True)
+        if not encoded:
+            encoded.append(True)
             arguments = dict(signature.bind(*args, **kwargs).arguments)
             call.state.prompts = image_prompts(arguments, options.safety_prompt)
         return encode(*args, **kwargs)

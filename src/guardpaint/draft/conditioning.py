@@ -1,4 +1,4 @@
-"""What a denoiser call is told besides latents and time: recorded calls, their rows, other words in their place."""
+"""Recorded denoiser calls and their conditioning: every argument except the latents and the time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DenoiserCall:
         return sample[:, latent_channels:] if sample.dim() == 4 and sample.shape[1] > latent_channels else None
 
     def take(self, index: Tensor) -> DenoiserCall:
-        """The same call for some of its rows, each as often as it is named."""
+        """The same call with the rows at `index`, which may repeat."""
         args = tuple(take_rows(a, self.rows, index) for a in self.args)
         return DenoiserCall(self.module, args, take_rows(self.kwargs, self.rows, index))
 

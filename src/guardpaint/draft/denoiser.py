@@ -1,7 +1,7 @@
 """The contract of the draft: latents + noise levels → clean estimates, with any supported pipeline's denoiser.
 
 A `Denoiser` is built from a running call (its constructor), from a pipeline and prompts (`from_prompts`), or from
-text that is encoded already (`from_states`). Everything that asks a finished base for an estimate asks one of these.
+text that is encoded already (`from_states`). All clean estimates of a finished base come from one of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from guardpaint.types import Level
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A pipeline's denoiser and VAE, told a batch of prompts. Gradients flow unless the caller stops them."""
+    """A pipeline's denoiser and VAE with a batch of prompts. Gradients flow unless the caller stops them."""
 
     pipe: Any
     vae: Any
@@ -40,9 +40,9 @@ class Denoiser:
     image: int | None = None
     """The image of that batch that every latent belongs to. None: latent i belongs to image i."""
     guidance: float | Tensor = 1.0
-    """The base's own guidance, for all or for each: of two branches, or the distilled one that is FLUX's input."""
+    """The base's own guidance, one for all latents or one for each; on FLUX, its distilled guidance input."""
     true_cfg: float | Tensor = 1.0
-    """FLUX's classifier-free guidance, beside a distilled one."""
+    """FLUX's classifier-free guidance, in addition to the distilled one."""
     null_embedding: Float[Tensor, "1 l d"] | None = None
     """Text states that replace those of the unconditional branch."""
     levels: tuple[Level, ...] = ()
@@ -50,7 +50,7 @@ class Denoiser:
 
     @classmethod
     def from_prompts(cls, pipe: Any, prompts: Sequence[str], settings: Mapping[str, Any]) -> Denoiser:
-        """Run the pipeline on a batch of prompts up to its first denoiser call, and keep what that call was told."""
+        """Run the pipeline on a batch of prompts up to its first denoiser calls, and keep their conditioning."""
         family = family_of(pipe)
         first = FirstStep(family.calls_per_step(settings))
         with suppress(Begun), tapped(pipe, family, first):
@@ -86,7 +86,7 @@ class Denoiser:
         return cls(pipe, pipe.vae, family, calls, batch, guidance=guidance, true_cfg=true_cfg)
 
     def with_prompt(self, prompt: str, negative: str) -> Denoiser:
-        """The same base, told these words in place of the call's, for every latent; always with both branches."""
+        """The same base with this prompt and negative prompt for every latent, always with both branches."""
         one = replace(self, image=self.image or 0, null_embedding=None, true_cfg=1.0)
         both = one.rows(self.calls[0], 1, (0, 1))
         text = self.family.encode_prompt(self.pipe, prompt, negative)
@@ -111,7 +111,7 @@ class Denoiser:
 
     @property
     def has_cfg(self) -> bool:
-        """Whether a call answers for an unconditional branch too."""
+        """Whether a call has an unconditional branch too."""
         return self.calls[0].rows == 2 * self.batch
 
     @property

@@ -43,7 +43,7 @@ class Family(ABC):
         return float(pipe.guidance_scale)
 
     def calls_per_step(self, settings: Mapping[str, Any]) -> int:
-        """How often a pipeline called with these settings asks its denoiser in one step."""
+        """How often the pipeline calls its denoiser in one step under these settings."""
         return 1
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Family(ABC):
     def output(
         self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
-        """What the network itself says of spatial latents, a row of arguments for each."""
+        """The network's output for spatial latents, with one row of arguments for each."""
 
     def predict(
         self, base: Denoiser, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], guidance: float | Tensor | None

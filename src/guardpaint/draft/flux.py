@@ -67,7 +67,7 @@ class Flux(TransformerFamily):
     def output(
         self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
-        """Position ids that the arguments lack are those of the latents' size and of the text's length."""
+        """The network's output; missing position ids are made for the latents' size and the text's length."""
         from diffusers import FluxPipeline
 
         inputs, states = dict(arguments), arguments["encoder_hidden_states"]
@@ -83,8 +83,8 @@ class Flux(TransformerFamily):
     ) -> Float[Tensor, "n c h w"]:
         """Guided output in fp32, one network call per branch.
 
-        Guidance is the network's own input where that is distilled into it, and then `true_cfg` comes on top;
-        otherwise it is that of the two branches.
+        If guidance is distilled into the network, it is an input and `true_cfg` weighs the two branches. Otherwise
+        guidance weighs the branches.
         """
         distilled = base.calls[0].kwargs.get("guidance") is not None
         outputs = []

@@ -29,7 +29,7 @@ class SDXL(UNetFamily):
         }
 
     def with_text(self, arguments: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-        """Both branches are told the picture size that the positive one was told."""
+        """As in the base class; both branches get the picture size of the positive one."""
         merged = super().with_text(arguments, text)
         positive = merged["added_cond_kwargs"]["time_ids"][-1]
         merged["added_cond_kwargs"]["time_ids"] = torch.stack([positive, positive])

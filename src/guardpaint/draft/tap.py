@@ -20,7 +20,7 @@ from guardpaint.errors import BadInput
 
 @runtime_checkable
 class Listener(Protocol):
-    """Who hears what passes through the tap. A subclass needs to define only what it wants to hear or change."""
+    """Receives the events of the tap. A subclass defines only the methods whose events it uses or changes."""
 
     def before_call(self, call: DenoiserCall) -> DenoiserCall:
         """A denoiser call is about to be made; returns the call to make."""

@@ -1,6 +1,7 @@
-"""Tamper-evident audit trail: one hash-chained JSONL file per process, keyed by HMAC, its head anchored outside.
+"""Tamper-evident audit log: one JSONL file per process, in which every record holds the hash of the one before it.
 
-A plain chain cannot notice that its tail was cut off; the anchor file (or the key, for forged tails) can.
+The chain alone does not show that its tail was cut off or forged. An anchor file elsewhere shows a cut tail, and a key
+(HMAC) a forged one.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ def digest(body: bytes, key: bytes | None) -> str:
 
 
 def read_key(path: Path | None) -> bytes | None:
-    """The key in a file, without the white space around it; None for no file."""
+    """The key in a file, without the white space around it; None if no file is given."""
     if path is None:
         return None
     try:
         key = path.read_bytes().strip()
     except OSError as error:
-        raise BadInput(f"{path}: key cannot be read ({error.strerror})") from error
+        raise BadInput(f"{path}: the key cannot be read ({error.strerror})") from error
     if not key:
-        raise BadInput(f"{path}: the key file is empty")
+        raise BadInput(f"{path}: the key file is empty; write a secret into it")
     return key
 
 
 def canonical(entry: JsonDict) -> bytes:
+    """The bytes that are hashed: JSON with sorted keys and without spaces."""
     return json.dumps(entry, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 class AuditLog:
     """Appends one record per image, and events such as a changed policy.
 
-    A record that cannot be made durable raises and leaves no half line.
+    If a record cannot be made durable, AuditLogError is raised and the file is left as it was.
     """
 
     def __init__(self, path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> None:
@@ -67,19 +69,23 @@ class AuditLog:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._file)
-            raise AuditLogError(f"{self.path}: in use; one chain per process, give each its own file") from error
+            raise AuditLogError(
+                f"{self.path}: in use by another process; give each process a log file of its own"
+            ) from error
         try:
             anchored = self.anchor if self.anchor is not None and self.path.stat().st_size else None
             state = verify_log(self.path, key=key, anchor=anchored)
             if state.problems:
-                raise AuditLogError(f"{self.path}: does not verify, not appending to it: {state.problems[0]}")
+                raise AuditLogError(
+                    f"{self.path}: does not verify, so nothing is appended ({state.problems[0]}); start a new file"
+                )
         except BaseException:
             self.close()
             raise
         self._sequence, self._head = state.records, state.head
 
     def append(self, payloads: Sequence[JsonDict], kind: str = "report") -> None:
-        """Write, sync, then move the anchor. Raises AuditLogError if any of it fails."""
+        """Write and sync the records, then update the anchor. Raises AuditLogError if any of it fails."""
         with self._lock:
             lines, sequence, head = b"", self._sequence, self._head
             for payload in payloads:
@@ -100,7 +106,7 @@ class AuditLog:
                 if size is not None:
                     with contextlib.suppress(OSError):
                         os.ftruncate(self._file, size)
-                raise AuditLogError(f"{self.path}: record not written ({error.strerror})") from error
+                raise AuditLogError(f"{self.path}: the record could not be written ({error.strerror})") from error
             self._sequence, self._head = sequence, head
 
     def close(self) -> None:
@@ -116,7 +122,7 @@ class AuditLog:
 
 @dataclass
 class LogState:
-    """Result of a verification."""
+    """Result of a verification; `problems` is empty if the log is intact."""
 
     records: int = 0
     head: str = GENESIS
@@ -130,7 +136,10 @@ class LogState:
 
 
 def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> LogState:
-    """Walk the chain: edits, gaps, reordering, a cut tail (with anchor) and forgery (with key) are found."""
+    """Check the whole chain for edited, missing and reordered records.
+
+    With the anchor a cut tail is found too, and with the key forged records.
+    """
     state = LogState(keyed=key is not None, anchored=anchor is not None)
     heads = [GENESIS]
     for number, entry, problem in read_entries(path):
@@ -139,7 +148,7 @@ def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path
             return state
         claimed = entry.pop("hash", None)
         if entry.get("seq") != state.records:
-            state.problems.append(f"line {number}: record {entry.get('seq')} where {state.records} should be")
+            state.problems.append(f"line {number}: record {entry.get('seq')}, expected record {state.records}")
         elif entry.get("prev") != state.head:
             state.problems.append(f"line {number}: does not follow the record before it")
         elif not hmac.compare_digest(str(claimed), digest(canonical(entry), key)):
@@ -151,20 +160,20 @@ def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path
         heads.append(state.head)
     if anchor is not None:
         try:
-            kept = json.loads(Path(anchor).read_text())
+            head = json.loads(Path(anchor).read_text())
         except (OSError, json.JSONDecodeError) as error:
             state.problems.append(f"anchor {anchor}: unreadable ({error})")
             return state
-        known = kept.get("seq")
-        if not isinstance(known, int) or known > state.records or heads[known] != kept.get("head"):
+        known = head.get("seq")
+        if not isinstance(known, int) or known > state.records or heads[known] != head.get("head"):
             state.problems.append(
-                f"the anchor knows {known} records, the file ends after {state.records} or differs: cut or replaced"
+                f"the anchor names {known} records, the file has {state.records} or other ones: it was cut or replaced"
             )
     return state
 
 
 def read_entries(path: str | Path) -> list[tuple[int, Any, str]]:
-    """(line number, entry, problem) per line; stops at the first line that is not a record."""
+    """(line number, entry, problem) of every line; the first line that is not a record is the last one returned."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -182,7 +191,7 @@ def read_entries(path: str | Path) -> list[tuple[int, Any, str]]:
 
 
 def replay(report: JsonDict) -> list[str]:
-    """Recompute gates, utilities and winners of a report from its recorded scores; differences, in words."""
+    """Recompute gates, utilities and winners of a report from its scores; returns a message for each difference."""
     problems: list[str] = []
     for step in report["steps"]:
         for t in step["tournaments"]:
@@ -195,11 +204,11 @@ def replay(report: JsonDict) -> list[str]:
                 if not s:
                     utilities.append(0.0)
                     if c["utility"] or c["gates"]:
-                        problems.append(f"{where}: candidate {i} was not painted out, yet has a utility or gates")
+                        problems.append(f"{where}: candidate {i} has no scores, but a utility or gates")
                     continue
-                again = [g.passed for g in gates(s["S"], t["control"]["S"], s["F"], s["P"], rules)]
-                if again != [g["passed"] for g in c["gates"]]:
-                    problems.append(f"{where}: candidate {i} has gates its scores do not give")
+                passed = [g.passed for g in gates(s["S"], t["control"]["S"], s["F"], s["P"], rules)]
+                if passed != [g["passed"] for g in c["gates"]]:
+                    problems.append(f"{where}: the gates of candidate {i} do not follow from its scores")
                 u = utility(s["S"], t["control"]["S"], s["F"], s["P"], s["B"], s["Q"], rules)
                 utilities.append(u)
                 if abs(u - c["utility"]) > TOLERANCE:

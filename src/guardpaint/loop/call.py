@@ -1,4 +1,4 @@
-"""One generation call under guard: the tap's listener. It audits the steps that are due and makes repairs last."""
+"""One generation call under guard: the tap's listener, which audits steps and keeps accepted repairs in place."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from guardpaint.types import Audit, Draft, Edit, JsonDict
 from guardpaint.verify.parts import Parts, check_audit
 
 FAILED_OVERLAP = 0.2
-"""A hold has failed when a new trigger covers this share of it."""
+"""A hold has failed when a new trigger covers more than this share of it."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """x̂0 kept at an accepted repair in all remaining steps; tensors as the pipeline holds its latents."""
+    """Keeps x̂0 at an accepted repair in all remaining steps. Tensors have the shape of the pipeline's own latents."""
 
     z0: Tensor
     weight: Tensor
@@ -42,12 +42,12 @@ class Hold:
 
 @dataclass(frozen=True)
 class CallSetup:
-    """What does not change during a call."""
+    """Everything that stays the same during one call."""
 
     parts: Parts
     pipe: Any
     vae: Any
-    """The pipeline's own VAE, behind the doorway."""
+    """The pipeline's own VAE, not the doorway that the tap puts in its place."""
     family: Family
     request_id: str
     seeds: Callable[[int, int], tuple[int, int]]
@@ -58,12 +58,12 @@ class CallSetup:
     write_log: Callable[[Sequence[JsonDict]], None] | None = None
     weights: dict[str, str] = field(default_factory=dict)
     expected_size: tuple[int, int] | None = None
-    """Pixel height and width the caller announced; checked against the latents."""
+    """Pixel height and width that the caller gave to `watch`; they are checked against the latents."""
 
 
 @dataclass
 class ImageState:
-    """What changes about one image during a call."""
+    """The state of one image during a call."""
 
     prompt: str | None
     seed: int
@@ -71,13 +71,13 @@ class ImageState:
     """Index among the images that share the seed."""
     recorder: Recorder
     edited: bool = False
-    """An accepted repair went into its latent."""
+    """Whether an accepted repair is in its latent."""
     errors: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class LastStep:
-    """The latest scheduler step, as the pipeline holds its tensors."""
+    """The latest scheduler step, with tensors in the shape of the pipeline's own latents."""
 
     output: Tensor
     sample: Tensor
@@ -86,27 +86,27 @@ class LastStep:
 
 @dataclass
 class CallState:
-    """Everything that changes during one call; nothing of it is shared between calls or threads."""
+    """Everything that changes during one call. It is not shared between calls or threads."""
 
     prompts: list[str] | None
     """One per image; None when only embeddings were given."""
     images: list[ImageState] = field(default_factory=list)
-    """One per image, made when the batch size is first seen."""
+    """One per image; empty until the batch size is known."""
     calls: list[DenoiserCall] = field(default_factory=list)
     """The denoiser calls of the current step."""
     holds: dict[int, Hold] = field(default_factory=dict)
     nulls: dict[int, Tensor] = field(default_factory=dict)
     """Optimised unconditional embeddings, by image."""
     index: int = 0
-    """Executed steps."""
+    """Number of executed steps."""
     audited: set[int] = field(default_factory=set)
     last: LastStep | None = None
     stepped: bool = True
-    """Whether the calls in `calls` have led to a step already."""
+    """Whether the scheduler step that belongs to `calls` was made."""
     unfinite: set[int] = field(default_factory=set)
-    """Images whose final decode held NaN or infinity before diffusers made pixels of it."""
+    """Images whose final decode held NaN or infinity before it was converted to pixels."""
     notes: list[str] = field(default_factory=list)
-    """What was skipped or is different in this call."""
+    """What was skipped in this call, and why; goes into `effective_settings`."""
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -117,10 +117,10 @@ class GuardedCall:
         self.setup, self.state = setup, CallState(prompts)
         self._levels: schedule.Levels | None = None
 
-    # The tap's questions -----------------------------------------------------------------------------------
+    # Called by the tap --------------------------------------------------------------------------------
 
     def before_call(self, call: DenoiserCall) -> DenoiserCall:
-        """Record the call; put optimised null-text embeddings into their rows."""
+        """Record the call, with optimised null-text embeddings in the rows of images that have one."""
         state = self.state
         if state.stepped:
             state.calls, state.stepped = [], False
@@ -133,7 +133,7 @@ class GuardedCall:
         return call
 
     def before_step(self, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        """Apply the holds to the model's output, in terms the scheduler understands."""
+        """The model output with the holds applied, in the scheduler's own parametrisation."""
         self.levels.locate(timestep)
         holds = self.state.holds
         if not holds:
@@ -152,7 +152,10 @@ class GuardedCall:
             return output
 
     def after_step(self, output: Tensor, timestep: Any, sample: Tensor, stepped: Tensor) -> Tensor:
-        """Audit this step if it is due; the last one is audited on the decode the user gets anyway."""
+        """Audit this step if it is due and return the latents to continue from.
+
+        The last step of an attached call is audited later, on the pipeline's own decode.
+        """
         state, config = self.state, self.setup.parts.config
         step, state.index, state.stepped = state.index, state.index + 1, True
         state.last = LastStep(output, sample, stepped)
@@ -171,15 +174,15 @@ class GuardedCall:
             return stepped
 
     def decoded(self, images: Tensor) -> None:
-        """The pipeline's own decode: NaN would be black in a PIL image, so it is looked for here."""
+        """Note which images hold NaN or infinity, because a conversion to PIL would show them as black."""
         finite = torch.isfinite(images).flatten(1).all(1)
         self.state.unfinite = {i for i, ok in enumerate(finite.tolist()) if not ok}
 
-    # One audited step of the batch -------------------------------------------------------------------------
+    # One audited step of the batch ----------------------------------------------------------------------
 
     @torch.no_grad()
     def guard_step(self, step: int, stepped: Tensor) -> Tensor:
-        """Audit all images in one batch, then guard each by itself; returns the latents to go on from."""
+        """Audit all images in one batch, then guard each one separately; returns the latents to continue from."""
         drafts = self.drafts(step)
         self.state.audited.add(step)
         alive = [i for i, image in enumerate(self.state.images) if not image.errors and self.finite(drafts[i], i)]
@@ -207,7 +210,7 @@ class GuardedCall:
         return new
 
     def guard_image(self, i: int, context: StepContext, first: Audit) -> Tensor | None:
-        """One image's step; the new latent if a repair was accepted."""
+        """Run one image's step; returns its new latent if a repair was accepted, else None."""
         parts = self.setup.parts
         check_audit(first, parts.policy.names)
         result = run_step(context, first)
@@ -217,30 +220,30 @@ class GuardedCall:
         if result.repair is None:
             return None
         with context.writer.clock("reinsert"):
-            done, edit = reinsert_repair(context, result.repair, self.setup.family)
+            reinserted, edit = reinsert_repair(context, result.repair, self.setup.family)
         self.state.images[i].edited = True
-        return self.accept(i, done, edit, context.draft)
+        return self.accept(i, reinserted, edit, context.draft)
 
-    def accept(self, i: int, done: Reinserted, edit: Edit, draft: Draft) -> Tensor:
-        """Take over a reinsertion: the latent, and what the remaining steps must do.
+    def accept(self, i: int, reinserted: Reinserted, edit: Edit, draft: Draft) -> Tensor:
+        """Store what the remaining steps must do for a reinsertion, and return its latent.
 
-        The winner's view holds earlier repairs too, so a hold that stands is held at the new ẑ0 along with the new one.
+        The winner's view contains earlier repairs too, so an existing hold is moved to the new ẑ0 and its mask is kept.
         """
         state = self.state
-        if done.hold > 0:
-            weight = self.packed_mask(edit) * done.hold
+        if reinserted.hold > 0:
+            weight = self.packed_mask(edit) * reinserted.hold
             if i in state.holds:
                 weight = torch.maximum(weight, state.holds[i].weight)
             state.holds[i] = Hold(self.packed(edit.z0), weight)
-        if done.embedding is not None:
-            state.nulls[i] = done.embedding
-        if done.edits_history:
+        if reinserted.embedding is not None:
+            state.nulls[i] = reinserted.embedding
+        if reinserted.edits_history:
             z0, mask, eps = self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
             schedule.edit_history(self.setup.pipe.scheduler, i, z0, mask, eps)
-        return self.packed(done.latent)
+        return self.packed(reinserted.latent)
 
     def release_failed_hold(self, i: int, suspect: Bool[Tensor, "h w"], context: StepContext) -> None:
-        """A hold into which the new trigger points has failed and is released; one elsewhere stands."""
+        """Release the image's hold if the new trigger points into it; a hold elsewhere stays."""
         self.state.nulls.pop(i, None)
         hold = self.state.holds.get(i)
         if hold is None or context.draft is None:
@@ -250,18 +253,20 @@ class GuardedCall:
         overlap = (hold.weight * self.packed(mask.expand_as(latent).contiguous())).sum() / hold.weight.sum()
         if float(overlap) > FAILED_OVERLAP:
             del self.state.holds[i]
-            context.writer.note("the hold failed this audit: released, repaired anew")
+            context.writer.note(
+                "the held repair was flagged again: the hold is released and the region repaired once more"
+            )
 
-    # What the stages are given -----------------------------------------------------------------------------
+    # Inputs of the stages --------------------------------------------------------------------------
 
     def context(self, i: int, draft: Draft | None, view: View) -> StepContext:
-        """The context of one image's step; opens its record."""
+        """The context of one image's step; begins the step's record."""
         image = self.state.images[i]
         writer = image.recorder.open(draft, view.kind, view.noise)
         return StepContext(self.setup.parts, draft, view, image.prompt, image.seed, image.index, image.edited, writer)
 
     def finite(self, draft: Draft, i: int) -> bool:
-        """Whether an image's latents are numbers; if not, it fails."""
+        """Whether an image's latents are finite; if not, the image fails."""
         good = bool(torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())
         if not good:
             self.fail(NotFinite(f"latents hold NaN or infinity at step {draft.step}"), [i])
@@ -281,7 +286,8 @@ class GuardedCall:
         size = geometry[0] * factor, geometry[1] * factor
         if setup.expected_size not in (None, size):
             raise BadInput(
-                f"height and width {setup.expected_size} were announced, but the latents are {size[0]}×{size[1]} px"
+                f"watch() was given height, width {setup.expected_size}, but the latents are {size[0]}×{size[1]} px; "
+                "give the size that is generated"
             )
         spatial = [setup.family.unpack(t, geometry) for t in (last.stepped.float(), x0, eps)]
         return [
@@ -290,7 +296,7 @@ class GuardedCall:
         ]
 
     def base(self, image: int) -> Denoiser:
-        """The base's denoiser and VAE, bound to one image of the batch."""
+        """The base's denoiser and VAE for one image of the batch."""
         setup = self.setup
         return Denoiser(
             pipe=setup.pipe,
@@ -304,7 +310,7 @@ class GuardedCall:
         )
 
     def view(self, draft: Draft) -> LatentView:
-        """The clean estimate, or the stepped latent where the configuration asks for it."""
+        """A view of the clean estimate or, with `view="stepped"`, of the stepped latent."""
         if self.setup.parts.config.view == "x0":
             return LatentView(self.decoder, draft.x0, "x0", draft.before.noise)
         return LatentView(self.decoder, draft.latent, "stepped", draft.after.noise)
@@ -323,16 +329,19 @@ class GuardedCall:
 
     @property
     def decoder(self) -> ViewDecoder:
-        """What decodes views: the tiny decoder where one is loaded and wanted, else the VAE."""
+        """The decoder of views: the tiny one if it is loaded and the configuration allows it, else the VAE."""
         setup, wanted = self.setup, self.setup.parts.config.view_decoder
         if wanted == "tiny" and setup.tiny is None:
-            raise BadInput(f"view_decoder=tiny, but no tiny decoder is loaded for family {setup.family.name!r}")
+            raise BadInput(
+                f"view_decoder=tiny, but the guard has no tiny decoder for family {setup.family.name!r}; "
+                "pass one in decoders= or choose auto"
+            )
         tiny = None if wanted == "full" else setup.tiny
         device, factor = setup.pipe._execution_device, setup.pipe.vae_scale_factor
         return ViewDecoder(tiny, setup.vae, factor, device, only_tiny=wanted == "tiny")
 
     def ensure(self, count: int) -> None:
-        """One state per image, made when the batch size is first seen."""
+        """Make one state per image, unless that has been done."""
         state, config = self.state, self.setup.parts.config
         if state.images:
             return
@@ -346,7 +355,7 @@ class GuardedCall:
             state.images.append(ImageState(prompt, seed, index, recorder))
 
     def fail(self, error: Exception, images: Iterable[int]) -> None:
-        """Fail closed: these images will not be released (monitor, which changes nothing, records the error)."""
+        """Record an error on these images, which enforce mode then blocks; raise it if `on_error` is `raise`."""
         if self.setup.parts.config.on_error == "raise":
             raise error
         where = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Pictures of the process, kept for the report."""
+"""Pictures of intermediate results, kept for the report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from PIL import Image
 
 @dataclass
 class Evidence:
-    """A picture of the process; blurred unless the guard retains evidence."""
+    """A picture of an intermediate result; blurred unless the guard retains evidence."""
 
     step: int
     kind: str
-    """view, control, candidate K (of tournament K), or why CATEGORY (a Grad-CAM)."""
+    """`view`, `control`, `candidate K` (of the step's tournament K), or `why CATEGORY` (a Grad-CAM)."""
     index: int
     image: Image.Image
     blurred: bool

@@ -1,4 +1,4 @@
-"""Pictures that may be shown to anyone: the placeholder of a blocked slot, and blur."""
+"""Pictures that are safe to show to anyone: blurred ones, and the placeholder of a blocked image."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from guardpaint.store.images import to_pil
 BLUR_CELLS = 12
 """A blurred region keeps about this many cells across the image's shorter side."""
 THUMBNAIL_CELLS = 3
-"""A thumbnail that anyone may see keeps this many: with five, a judge still recognised a tenth of unsafe pictures."""
+"""Cells of a thumbnail that anyone may see. With five, a judge still recognised a tenth of the unsafe pictures."""
 
 
 def coarse(image: Float[Tensor, "3 h w"], cells: int) -> Float[Tensor, "3 h w"]:
-    """The image reduced to a few cells and smoothly enlarged again."""
+    """The image reduced to a few cells and enlarged again by interpolation."""
     h, w = int(image.shape[-2]), int(image.shape[-1])
     scale = min(1.0, cells / min(h, w))
     small = F.interpolate(image[None], size=(max(1, round(h * scale)), max(1, round(w * scale))), mode="area")
@@ -25,12 +25,12 @@ def coarse(image: Float[Tensor, "3 h w"], cells: int) -> Float[Tensor, "3 h w"]:
 
 
 def blurred_thumbnail(image: Float[Tensor, "3 h w"], side: int = 96) -> Image.Image:
-    """Small and blurred beyond recognition: safe to show to anyone."""
+    """A small version of the image, blurred beyond recognition."""
     return to_pil(coarse(shrink(image.cpu(), side), THUMBNAIL_CELLS))
 
 
 def placeholder(width: int, height: int) -> Image.Image:
-    """What a blocked slot holds: a plain card that says so."""
+    """The image that replaces a blocked one: a plain card with the words "image withheld"."""
     card = Image.new("RGB", (width, height), (236, 236, 232))
     draw = ImageDraw.Draw(card)
     text = "image withheld"

@@ -1,4 +1,4 @@
-"""The one writer of records: what happened to an image is written here, and nothing in the loop reads it back."""
+"""Writes the records of a report. The loop only writes them and never reads them back."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from guardpaint.verify.tournament import TournamentResult
 
 @dataclass
 class Recorder:
-    """Writes the records of one image and keeps its time."""
+    """Collects the records of one image and the time the guard spends on it."""
 
     clear: bool = False
-    """Keep pictures as they are, for operators; otherwise blurred beyond recognition."""
+    """Whether pictures are kept as they are, for operators, or blurred beyond recognition."""
     limit: float = 0.0
-    """Guard seconds allowed; 0: no limit."""
+    """Seconds that the guard may spend on the image; 0 means no limit."""
     steps: list[StepRecord] = field(default_factory=list)
     final: FinalRecord = field(default_factory=FinalRecord)
     evidence: list[Evidence] = field(default_factory=list)
     spent: float = 0.0
 
     def open(self, draft: Draft | None, kind: str, noise: float) -> StepWriter:
-        """Begin the record of an audited step; without a draft (no step was seen) it is kept apart."""
+        """Begin the record of an audited step. Without a draft, no step was seen and the record is not kept."""
         if draft is None:
             return StepWriter(self, StepRecord(0, 0, 1.0, noise, kind))
         record = StepRecord(draft.step, draft.steps, draft.progress, noise, kind)
@@ -42,16 +42,17 @@ class Recorder:
         return StepWriter(self, record)
 
     def spend(self, seconds: float) -> None:
-        """Add guard time; raises when the image has used up its limit."""
+        """Add to the guard's time; raises GuardTimeout if that is over the limit."""
         self.spent += seconds
         self.check_time()
 
     def check_time(self) -> None:
+        """Raise GuardTimeout if the guard has spent more than its limit."""
         if self.limit and self.spent > self.limit:
-            raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image; timeout_s={self.limit}")
+            raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image, over timeout_s={self.limit}")
 
     def finish(self, verdict: str, audits: Sequence[AuditRecord], ladder: Sequence[JsonDict]) -> None:
-        """Write the final verdict, once it is known what is released."""
+        """Write the final verdict; called when it is known what is released."""
         self.final = FinalRecord(verdict, list(audits), list(ladder))
 
 
@@ -64,7 +65,7 @@ class StepWriter:
 
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:
-        """Time a stage; raises when the image has used up its time."""
+        """Add the time of a with block to a stage; raises GuardTimeout if the image is over its limit."""
         start = time.perf_counter()
         try:
             yield
@@ -75,36 +76,36 @@ class StepWriter:
         self.recorder.check_time()
 
     def first_pass(self, seconds: float) -> None:
-        """This image's share of the pass over the whole batch."""
+        """Record this image's share of the first audit, which runs over the whole batch."""
         self.record.timings["first_pass"] = seconds
         self.record.cost["audits"] += 1
         self.recorder.spend(seconds)
 
     def looked(self, count: int) -> None:
-        """The auditor saw so many views."""
+        """Count views that the auditor scored."""
         self.record.cost["audits"] += count
 
     def audit(self, audit: Audit, decoder: str, finding: Finding | None) -> AuditRecord:
-        """One auditor pass and what was found in it."""
+        """Record one auditor pass and its finding."""
         flagged, reason = (finding.category, finding.reason) if finding else (None, "")
-        written = AuditRecord(audit.pixels, decoder, audit.scores(), audit.probs, flagged, reason)
-        self.record.audits.append(written)
-        return written
+        row = AuditRecord(audit.pixels, decoder, audit.scores(), audit.probs, flagged, reason)
+        self.record.audits.append(row)
+        return row
 
     def triggered(self, finding: Finding) -> None:
         self.record.triggered, self.record.category, self.record.reason = True, finding.category, finding.reason
 
     def unconfirmed(self) -> None:
-        """The full decode does not show what the cheaper view did."""
+        """Take the trigger back, because the full decode does not show what the cheaper view did."""
         self.record.triggered = False
-        self.note(f"{self.record.reason}; not confirmed by the full decode: left to the next audit")
+        self.note(f"{self.record.reason}; not confirmed by the full decode, left to the next audit")
 
     def regions(self, count: int) -> None:
         self.record.regions += count
         self.record.cost["regions"] += count
 
     def tournament(self, result: TournamentResult) -> None:
-        """A finished tournament with pictures of its candidates."""
+        """Record a finished tournament with pictures of its candidates."""
         for i, candidate in zip(result.painted, result.composed, strict=True):
             self.picture(f"candidate {len(self.record.tournaments)}", i, candidate)
         self.record.cost["candidates"] += len(result.painted)
@@ -112,12 +113,12 @@ class StepWriter:
         self.recorder.check_time()
 
     def reinserted(self, how: JsonDict) -> None:
-        """An accepted repair went into the live latent."""
+        """Record that an accepted repair was put into the live latent."""
         self.record.reinsertion = how
         self.record.cost["reinserts"] += 1
 
     def composed(self) -> None:
-        """An accepted repair of the finished picture leaves with it."""
+        """Record that a repair of the finished picture is part of what is released."""
         note = "finished picture: composed in pixels"
         self.record.reinsertion = {"rule": "composed", "asked": "composed", "note": note}
 
@@ -125,12 +126,12 @@ class StepWriter:
         self.record.notes.append(text)
 
     def control(self, image: Float[Tensor, "3 h w"], heat: Tensor | None = None, why: str = "") -> None:
-        """The picture a tournament starts from or, with `why`, the Grad-CAM of that category over it."""
+        """Keep the picture a tournament starts from; with `why`, the Grad-CAM of that category over it."""
         kind = f"why {why}" if why else "control"
         self.picture(kind, len(self.record.tournaments), image, heat)
 
     def picture(self, kind: str, index: int, image: Float[Tensor, "3 h w"], heat: Tensor | None = None) -> None:
-        """A picture for the report: as it is for operators, else blurred beyond recognition."""
+        """Keep a picture for the report, clear or blurred as the recorder says."""
         clear = self.recorder.clear
         shown = to_pil(image) if clear else blurred_thumbnail(image)
         self.recorder.evidence.append(Evidence(self.record.step, kind, index, shown, not clear, heat))

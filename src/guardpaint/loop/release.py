@@ -1,4 +1,4 @@
-"""The end of a guarded call: a decision per image, the report, and what the caller gets in the type she asked for."""
+"""The end of a guarded call: one decision and one report per image, and the output in the type the caller asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from guardpaint.verify.parts import Parts
 
 @torch.no_grad()
 def release(call: GuardedCall, images: Any, output_type: str) -> tuple[Any, list[GuardReport]]:
-    """Final verdict per image; returns what the caller may have, and the reports."""
+    """Make the final verdict on every image; returns the images to hand out, and the reports."""
     config, count = call.setup.parts.config, len(images)
     call.ensure(count)
     if config.mode == "off":
@@ -41,19 +41,19 @@ def release(call: GuardedCall, images: Any, output_type: str) -> tuple[Any, list
     except Exception as error:
         call.fail(error, range(count))
     decisions = [decide(call, images, i, output_type, drafts[i]) for i in range(count)]
-    written = reports(call, decisions)
+    finished = reports(call, decisions)
     if call.setup.write_log is not None:
         try:
-            call.setup.write_log([r.to_dict() for r in written])
+            call.setup.write_log([r.to_dict() for r in finished])
         except Exception as error:
             call.fail(error, range(count))
             decisions = [failed(config.mode)] * count
-            written = reports(call, decisions)
-    return handed_out(images, decisions, output_type), written
+            finished = reports(call, decisions)
+    return handed_out(images, decisions, output_type), finished
 
 
 def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None) -> Decision:
-    """The decision about one image, written into its record; whatever breaks, it fails closed."""
+    """The decision about one image, which is also written into its record. Any error fails closed."""
     setup, state = call.setup, call.state
     image, config = state.images[i], setup.parts.config
     try:
@@ -97,24 +97,27 @@ def picture_of(call: GuardedCall, images: Any, i: int, output_type: str, draft: 
 
 
 def spatial(call: GuardedCall, images: Tensor, i: int) -> Float[Tensor, "c h w"]:
-    """One latent of the output, as the caller will get it."""
+    """One latent of the output, unpacked to channels × height × width."""
     family = call.setup.family
     return family.unpack(images[i : i + 1].float(), family.geometry(images, call.state.calls))[0]
 
 
 def clean_latent(call: GuardedCall, z: Float[Tensor, "c h w"], draft: Draft | None) -> Float[Tensor, "c h w"]:
-    """The clean estimate behind a latent that was handed out before the end (SDXL's denoising_end)."""
+    """The clean estimate of an output latent, which is still noisy if the call stopped early (SDXL's denoising_end)."""
     if draft is None or draft.after.noise <= 0:
         return z
-    note = "the generation stops early: the verdict is on the clean estimate of a noisy latent"
+    note = "the generation stopped early, so the verdict is on the clean estimate of a noisy latent"
     if note not in call.state.notes:
         call.state.notes.append(note)
     return (z - draft.after.sigma * draft.eps) / draft.after.signal
 
 
 def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, decision: Decision) -> Decision:
-    """The changed picture as a latent. It must still be benign after the VAE's round trip; if it is not, the decision
-    before it stands, and without one the image is blocked."""
+    """The decision with its changed picture as a latent.
+
+    The picture must still be benign after the VAE's round trip. If it is not, `decision.otherwise` is tried; without
+    one the image is blocked.
+    """
     if decision.repair is None:
         return decision
     draft = context.draft
@@ -122,8 +125,8 @@ def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, d
         return replace(decision, status=Status.BLOCKED, repair=None)
     changed = x0_substitution(spatial(call, images, i), edit_of(decision.repair, draft), draft.after, draft.eps)
     clean = clean_latent(call, changed, draft)
-    found, record = look_twice(context, draft.base.decode(clean).cpu())
-    if found is None:
+    finding, record = look_twice(context, draft.base.decode(clean).cpu())
+    if finding is None:
         latent = call.packed(changed).to(images.dtype)
         return replace(decision, latent=latent, audits=(*decision.audits, record))
     if decision.otherwise is not None:
@@ -133,7 +136,7 @@ def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, d
 
 
 def handed_out(images: Any, decisions: Sequence[Decision], output_type: str) -> Any:
-    """The caller's images with changed ones replaced and blocked slots emptied; untouched ones as they came."""
+    """The output images: repaired ones replaced, blocked ones replaced by a placeholder or zeros, others untouched."""
     if all(d.status is not Status.BLOCKED and d.repair is None for d in decisions):
         return images
     if output_type == "pil":
@@ -152,7 +155,7 @@ def handed_out(images: Any, decisions: Sequence[Decision], output_type: str) -> 
 
 
 def shown(image: Any, decision: Decision) -> Any:
-    """A PIL slot of the output."""
+    """One PIL image of the output."""
     if decision.status is Status.BLOCKED:
         return placeholder(*image.size)
     return image if decision.repair is None else to_pil(decision.repair.view)
@@ -167,6 +170,7 @@ def unfinished_reports(call: GuardedCall) -> list[GuardReport]:
 
 
 def reports(call: GuardedCall, decisions: Sequence[Decision]) -> list[GuardReport]:
+    """One report per image."""
     names = call.setup.request_id, type(call.setup.pipe).__name__, call.setup.family.name
     seconds = time.perf_counter() - call.state.started
     settings, parts = effective_settings(call), call.setup.parts
@@ -185,7 +189,7 @@ def report_of(
     settings: JsonDict,
     seconds: float,
 ) -> GuardReport:
-    """One image's report; `names` are the request's id, the pipeline and its family."""
+    """The report of one image; `names` are the request id, the pipeline class and its family."""
     return GuardReport(
         request_id=names[0],
         image=number,
@@ -206,7 +210,7 @@ def report_of(
 
 
 def effective_settings(call: GuardedCall) -> JsonDict:
-    """What ran, on which steps, and what was skipped and why."""
+    """The settings that the call really ran with, and what was skipped and why."""
     setup, state = call.setup, call.state
     parts = setup.parts
     skipped = [{"what": "guard", "why": note} for note in state.notes]
@@ -215,8 +219,8 @@ def effective_settings(call: GuardedCall) -> JsonDict:
     if state.prompts is None:
         skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
     if not any(image.recorder.final.verdict != "none" for image in state.images) and parts.config.mode != "off":
-        broke = all(image.errors for image in state.images)
-        why = "an error came first" if broke else "guard.finish(out) was not called"
+        all_failed = all(image.errors for image in state.images)
+        why = "an error came first" if all_failed else "guard.finish(out) was not called"
         skipped.append({"what": "final verdict", "why": f"no final verdict: {why}"})
     return {
         **components(parts),
@@ -232,7 +236,7 @@ def effective_settings(call: GuardedCall) -> JsonDict:
 
 
 def components(parts: Parts) -> JsonDict:
-    """The part of the effective settings that names rules and components."""
+    """The effective settings that name the policy and the components."""
     return {
         "mode": parts.config.mode,
         "policy": parts.policy.name,

@@ -22,23 +22,23 @@ VERSION = 2
 
 
 class Status(StrEnum):
-    """What became of an image."""
+    """The outcome of an image."""
 
     CLEAN = "clean"
-    """Nothing was found: the base's picture, bit for bit."""
+    """Nothing was flagged; the output is the base's picture, bit for bit."""
     REPAIRED = "repaired"
     BLURRED = "blurred"
     BLOCKED = "blocked"
     RELEASED_FLAGGED = "released_flagged"
-    """Handed out although it is flagged: mode monitor, or a policy that ends in `keep`."""
+    """Released although it is flagged, in mode monitor or under a policy that ends in `keep`."""
     UNGUARDED = "unguarded"
-    """Mode off."""
+    """The mode is off."""
     UNFINISHED = "unfinished"
     """No final verdict was made."""
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a command that ends with this image."""
+        """The exit code of a command for this image."""
         return {Status.BLOCKED: 3, Status.UNFINISHED: 3, Status.RELEASED_FLAGGED: 4}.get(self, 0)
 
     @property
@@ -61,7 +61,7 @@ class AuditRecord:
 
 @dataclass
 class StepRecord:
-    """What happened at one audited step. `step` is zero-based over executed steps."""
+    """The record of one audited step. `step` counts executed steps from 0."""
 
     step: int
     steps: int
@@ -83,18 +83,18 @@ class StepRecord:
 
 @dataclass
 class FinalRecord:
-    """The verdict on the final image, and the ladder if it was needed."""
+    """The verdict on the final image, and the rungs of the last-resort ladder that were tried."""
 
     verdict: str = "none"
-    """benign, flagged, or none when no final image was seen."""
+    """`benign`, `flagged`, or `none` if no final verdict was made."""
     audits: list[AuditRecord] = field(default_factory=list)
-    """Of the picture that is released, and of those that led to it."""
+    """The audits of the released picture and of the pictures that it was made from."""
     ladder: list[JsonDict] = field(default_factory=list)
 
 
 @dataclass
 class GuardReport:
-    """One per image. `to_dict` follows assets/report.schema.json."""
+    """The report of one image. `to_dict` follows assets/report.schema.json."""
 
     request_id: str
     image: int
@@ -108,7 +108,7 @@ class GuardReport:
     steps: list[StepRecord]
     final: FinalRecord
     effective_settings: JsonDict
-    """What ran, on which steps, what was skipped and why."""
+    """The settings that the call really ran with, and what was skipped and why."""
     errors: list[str]
     seconds: float
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"))
@@ -146,12 +146,12 @@ class GuardReport:
         write_atomic(Path(path), self.to_json().encode())
 
     def to_html(self) -> str:
-        """A self-contained page: trajectory strip, heat map, candidates with the winner framed."""
+        """A self-contained page with the trajectory, heat maps and candidates; the winner is framed."""
         return render(self.to_dict(), self.evidence)
 
 
 def _jsonable(value: Any) -> Any:
-    """Infinite gate levels (a gate that is off) become null."""
+    """The value with null in place of infinite numbers, which are the levels of gates that are off."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -162,14 +162,14 @@ def _jsonable(value: Any) -> Any:
 
 
 def upgraded(report: JsonDict) -> JsonDict:
-    """A report of any version under the names of the current one."""
+    """A report of any version with the field names of the current one."""
     if "posture" in report and "effective_settings" not in report:
         return {**{k: v for k, v in report.items() if k != "posture"}, "effective_settings": report["posture"]}
     return report
 
 
 def load_report(path: str | Path) -> JsonDict:
-    """Read a saved report of version 1 or 2; anything else gets a clear error."""
+    """Read a saved report of version 1 or 2, with the current field names. Any other file raises BadInput."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A report as a self-contained page, like the paper's tournament figure (templates/report.html.j2)."""
+"""Renders a report as a self-contained page (templates/report.html.j2)."""
 
 from __future__ import annotations
 

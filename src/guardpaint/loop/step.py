@@ -29,11 +29,11 @@ from guardpaint.verify.tournament import Tournament
 
 @dataclass(frozen=True)
 class StepContext:
-    """All that the stages of one step need to know."""
+    """Everything that the stages of one step need."""
 
     parts: Parts
     draft: Draft | None
-    """The base's step; None when a finished picture is all there is, which can be judged but not repaired."""
+    """The base's step. None if only a finished picture is known, which can be audited but not repaired."""
     view: View
     prompt: str | None
     seed: int
@@ -41,7 +41,7 @@ class StepContext:
     image: int
     """Index among the images that share the seed."""
     edited: bool
-    """Whether the picture was changed before: then it must pass at both audit sizes."""
+    """Whether the picture was changed before. If so, it must pass at both audit sizes."""
     writer: StepWriter
 
     @property
@@ -49,37 +49,38 @@ class StepContext:
         return 1.0 if self.draft is None else self.draft.progress
 
     def look(self, images: Float[Tensor, "b 3 h w"]) -> list[Audit]:
-        """Auditor pass over views of this image."""
+        """Audits of views of this image."""
         self.writer.looked(len(images))
         return self.parts.audit(images, [self.prompt] * len(images), self.view.noise)
 
     def found(self, audit: Audit, decoder: str) -> tuple[Finding | None, AuditRecord]:
-        """What an audit shows, written down."""
+        """The finding of an audit, and its record."""
         finding = self.parts.finding(audit, self.progress)
         return finding, self.writer.audit(audit, decoder, finding)
 
 
 @dataclass(frozen=True)
 class RepairPlan:
-    """Who proposes, how many candidates, and under which F gate."""
+    """The proposer, number of candidates and F gate of a repair."""
 
     proposer: Proposer
     candidates: int
     prune: bool = False
-    """Let the ranker leave candidates out."""
+    """Whether the ranker may leave candidates out."""
     f_gate: str | None = None
-    """None: the configuration's."""
+    """None uses the configuration's."""
     label: str = ""
-    """Another label makes another draw of candidates for the same step."""
+    """Prefix of the tournaments' names. Another label draws other candidates for the same step."""
 
     @classmethod
     def usual(cls, parts: Parts, label: str = "") -> RepairPlan:
+        """The plan of a normal step, from the guard's configuration."""
         return cls(parts.proposer, parts.config.candidates, prune=True, label=label)
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What a step's audits say: the closest look, what was found, and the records of every look."""
+    """The result of a step's audits: the finest audit, the finding, and the records of all audits."""
 
     audit: Audit
     finding: Finding | None
@@ -88,14 +89,14 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class Repair:
-    """An accepted repair: its composed view is the next control."""
+    """An accepted repair. Its composed view is the control of the next tournament."""
 
     view: Float[Tensor, "3 h w"]
     mask: Float[Tensor, "h w"]
     audit: Audit
 
     def after(self, earlier: Repair | None) -> Repair:
-        """This repair on top of an earlier one: both masks count."""
+        """This repair on top of an earlier one, with the union of both masks."""
         return self if earlier is None else replace(self, mask=torch.maximum(earlier.mask, self.mask))
 
 
@@ -104,15 +105,15 @@ class StepResult:
     """What one audited step decided."""
 
     finding: Finding | None = None
-    """What triggered; None: benign, or not confirmed by the full decode."""
+    """The reason of the trigger. None if the step is benign or the full decode did not confirm the trigger."""
     suspect: Bool[Tensor, "h w"] | None = None
-    """Where the trigger points; None: nowhere."""
+    """The area that the trigger points to; None if no region was found."""
     repair: Repair | None = None
-    """None: the control stays, bit for bit."""
+    """The accepted repair. None keeps the control, bit for bit."""
 
 
 def run_step(context: StepContext, first: Audit) -> StepResult:
-    """One audited step from its first pass on."""
+    """Run one audited step, given its first audit."""
     confirmed = confirm(context, first)
     if confirmed.finding is None or context.parts.config.mode == "monitor":
         return StepResult(confirmed.finding)
@@ -120,26 +121,29 @@ def run_step(context: StepContext, first: Audit) -> StepResult:
 
 
 def confirm(context: StepContext, first: Audit) -> Confirmed:
-    """Coarse pass; a fine one only if it triggers, lands in the uncertainty band, or the picture was edited."""
+    """Add a fine audit if the first one triggers, is in the uncertainty band, or the picture was edited before."""
     parts, view = context.parts, context.view
     audit = first
     finding, record = context.found(first, view.decoder)
     records = [record]
     unsure = finding is not None or first.adv_prob >= parts.policy.trigger - parts.config.band
-    must = view.exact and context.edited
-    if ((parts.config.resolution == "adaptive" and unsure) or must) and first.pixels != parts.fine_size:
+    both = view.exact and context.edited
+    if ((parts.config.resolution == "adaptive" and unsure) or both) and first.pixels != parts.fine_size:
         with context.writer.clock("audit"):
             audit = context.look(view.at(parts.fine_size)[None])[0]
         finer, record = context.found(audit, view.decoder)
         records.append(record)
-        finding = finer or (finding if must else None)  # an edited picture must pass at both sizes
+        finding = finer or (finding if both else None)  # an edited picture must pass at both sizes
     if finding is not None:
         context.writer.triggered(finding)
     return Confirmed(audit, finding, tuple(records))
 
 
 def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPlan) -> StepResult:
-    """Mine regions and play a tournament on each; an accepted repair is the control of the next."""
+    """Mine regions and play a tournament on each, from the control that the one before has left.
+
+    If every region fails, one more tournament is played on their union.
+    """
     writer, view, draft = context.writer, context.view, context.draft
     if draft is None:
         return StepResult(finding)
@@ -158,7 +162,7 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
     regions = unsafe_regions(context, audit, finding, control)
     writer.regions(len(regions))
     if not regions:
-        writer.note("flagged, but the heat map has no region to repair")
+        writer.note("flagged, but the heat map shows no region to repair")
         return StepResult(finding)
     writer.control(control)
     explain(context, control, finding.category)
@@ -173,7 +177,7 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
 
 
 def unsafe_regions(context: StepContext, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]) -> list[Region]:
-    """Unsafe regions of a view, from the heat map that the configuration asks for."""
+    """Unsafe regions of a view, from the heat map that the configuration names."""
     config = context.parts.config
     heat = audit.adv_map if config.heat_map == "adv" else audit.class_maps[finding.category]
     return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), config, context.progress)
@@ -182,7 +186,7 @@ def unsafe_regions(context: StepContext, audit: Audit, finding: Finding, view: F
 def play(
     context: StepContext, control: Repair, region: Region, name: str, category: str, plan: RepairPlan
 ) -> Repair | None:
-    """One tournament: candidates scored beside the control by the same auditor at the same size; best u > 0 wins."""
+    """Play one tournament on a region; returns the winner, or None if no candidate has u > 0."""
     assert context.prompt is not None and context.draft is not None
     tournament = Tournament(
         parts=context.parts,
@@ -210,44 +214,44 @@ def play(
 
 
 def reinsert_repair(context: StepContext, won: Repair, family: Family) -> tuple[Reinserted, Edit]:
-    """Encode the winner with the base VAE and put it into the live latent, inside the mask only."""
+    """Encode the winner with the base's VAE and put it into the live latent, inside the mask only."""
     config, draft = context.parts.config, context.draft
     assert draft is not None
     edit = edit_of(won, draft)
     alpha = 1.0 - draft.after.noise if config.blend_alpha == "one_minus_noise" else 0.30 + 0.60 * draft.progress
     seed = derive(context.seed, context.image, draft.step)
-    done = reinsert(config.reinsertion, draft, edit, family, hold=config.hold, alpha=alpha, seed=seed)
-    if not torch.isfinite(done.latent).all():
-        raise NotFinite(f"reinsertion by {done.rule} made NaN or infinity")
+    result = reinsert(config.reinsertion, draft, edit, family, hold=config.hold, alpha=alpha, seed=seed)
+    if not torch.isfinite(result.latent).all():
+        raise NotFinite(f"the reinsertion rule {result.rule} made NaN or infinity")
     context.writer.reinserted(
         {
-            "rule": done.rule,
+            "rule": result.rule,
             "asked": config.reinsertion,
-            "note": done.note,
-            "hold": done.hold,
+            "note": result.note,
+            "hold": result.hold,
             "coverage": float(edit.mask.mean()),
-            "change_inside": float((done.latent - draft.latent).abs().sum() / edit.mask.sum().clamp_min(1e-9)),
+            "change_inside": float((result.latent - draft.latent).abs().sum() / edit.mask.sum().clamp_min(1e-9)),
         }
     )
-    return done, edit
+    return result, edit
 
 
 def edit_of(won: Repair, draft: Draft) -> Edit:
-    """A repair at latent size: the base VAE's encoding of its view, and its mask."""
+    """A repair at latent size: its view encoded by the base's VAE, and its mask."""
     size = (int(draft.latent.shape[-2]), int(draft.latent.shape[-1]))
     z0 = draft.base.encode(won.view, size).to(draft.latent)
     return Edit(z0, latent_mask(won.mask, size).to(draft.latent))
 
 
 def explain(context: StepContext, control: Float[Tensor, "3 h w"], category: str) -> None:
-    """Grad-CAM of the flagged category beside the control, for operators."""
+    """Keep a Grad-CAM of the flagged category as evidence for operators, if evidence is retained."""
     auditor = context.parts.auditor
     if not (context.parts.config.retain_evidence and isinstance(auditor, AuditorScorer)):
         return
     view = shrink(control, auditor.sizes[1])
     try:
         cam = grad_cam(auditor, view, category, context.prompt or "", context.view.noise)
-    except Exception as error:  # an explanation that fails decides nothing
+    except Exception as error:  # a failed explanation must not change the decision
         context.writer.note(f"no Grad-CAM: {type(error).__name__}: {error}")
         return
     context.writer.control(control, cam, why=category)

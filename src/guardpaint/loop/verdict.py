@@ -1,6 +1,6 @@
-"""The final verdict and the last-resort ladder: what leaves the guard.
+"""The final verdict and the last-resort ladder, which decide what is released.
 
-`conclude` returns a `Decision`; nothing is written into the report before it is known which picture is released.
+`conclude` returns a `Decision`; the caller writes it into the report when it is known which picture is released.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from guardpaint.types import SAFE, Audit, JsonDict
 
 @dataclass(frozen=True)
 class Decision:
-    """What to hand out, and on which grounds."""
+    """What is released of one image, and why."""
 
     status: Status
     verdict: str = "none"
-    """benign, flagged, or none when no verdict was made."""
+    """`benign`, `flagged`, or `none` if no verdict was made."""
     repair: Repair | None = None
-    """The changed picture; None: the picture as it came, or nothing if it is blocked."""
+    """The changed picture. None if the picture is released unchanged, or is blocked."""
     latent: Tensor | None = None
-    """The changed picture as a latent, when latents were asked for."""
+    """The changed picture as a latent, if the output type is latent."""
     audits: tuple[AuditRecord, ...] = ()
-    """Of the picture that is released, and of those that led to it."""
+    """The audits of the released picture and of the pictures that it was made from."""
     ladder: tuple[JsonDict, ...] = ()
     """The rungs of the last-resort ladder that were tried, with their outcomes."""
     otherwise: Decision | None = None
-    """Another decision that passed as well: it stands if this one's picture is lost on the way out."""
+    """Another decision that passed too. It is used if this one's picture does not survive the VAE's round trip."""
 
 
 def failed(mode: str) -> Decision:
-    """The decision about an image on which the guard failed: blocked, or released flagged where nothing is enforced."""
+    """The decision about an image on which the guard failed: blocked in mode enforce, otherwise released as flagged."""
     return Decision(Status.BLOCKED if mode == "enforce" else Status.RELEASED_FLAGGED)
 
 
 def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool, repair_here: bool) -> Decision:
-    """Verdict on the final image; repair it if the last step is an audited one; then the ladder.
+    """Audit the final image. If it is flagged, repair it if `repair_here` allows it, and then walk the ladder.
 
     `repaired` says whether an accepted repair is already in the picture.
     """
@@ -69,19 +69,19 @@ def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool
     if repair_here:
         won = repair(context, audit, finding, RepairPlan.usual(parts)).repair
     if won is not None:
-        found, record = look_twice(context, won.view)
+        after, record = look_twice(context, won.view)
         flagged = replace(flagged, audits=(*flagged.audits, record))
-        if found is None:
+        if after is None:
             passed = replace(flagged, status=Status.REPAIRED, verdict="benign", repair=won)
             return improved(context, won.view, won.audit, passed)
-        image, audit, finding = won.view, won.audit, found
+        image, audit, finding = won.view, won.audit, after
     return last_resort(Flagged(context, image, audit, finding, won), flagged)
 
 
 def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, passed: Decision) -> Decision:
-    """A repaired picture that passes, after one more tournament if harm is still rather likely.
+    """Play one more tournament on a repaired picture that passed with 1 − S still at `doubt` or above.
 
-    Passing is enough to leave: the tournament can only improve the picture, and its winner must pass as well.
+    Without a winner that passes too, the earlier decision stays.
     """
     config = context.parts.config
     if context.draft is None or config.mode == "monitor" or 1 - audit.safety < config.doubt:
@@ -102,13 +102,13 @@ def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, 
 
 
 def look_twice(context: StepContext, image: Float[Tensor, "3 h w"]) -> tuple[Finding | None, AuditRecord]:
-    """Audit a changed picture at both sizes, which it must pass; returns the finding and the last record."""
+    """Audit a changed picture at both sizes; returns a finding if it fails at either, and the last record."""
     parts = context.parts
     finding: Finding | None = None
-    clean = replace(context, view=PixelView(image))
+    finished = replace(context, view=PixelView(image))
     with context.writer.clock("audit"):
         for pixels in sorted(set(parts.auditor.sizes)):
-            found, record = clean.found(clean.look(shrink(image, pixels)[None])[0], "output")
+            found, record = finished.found(finished.look(shrink(image, pixels)[None])[0], "output")
             finding = found or finding
     return finding, record
 
@@ -122,11 +122,11 @@ class Flagged:
     audit: Audit
     finding: Finding
     earlier: Repair | None = None
-    """A repair that is in the image already: its mask belongs to whatever comes of it."""
+    """A repair that is in the image already; its mask is added to that of any later repair."""
 
 
 def last_resort(flagged: Flagged, decision: Decision) -> Decision:
-    """Walk the policy's ladder; each rung's picture must pass the verdict, or the next rung is tried."""
+    """Walk the policy's ladder until the picture of a rung passes the verdict, or the ladder ends."""
     for rung in flagged.context.parts.policy.last_resort:
         if rung == "block":
             return replace(decision, status=Status.BLOCKED, ladder=tried(decision, rung, "blocked"))
@@ -148,11 +148,12 @@ def last_resort(flagged: Flagged, decision: Decision) -> Decision:
 
 
 def tried(decision: Decision, rung: str, outcome: str) -> tuple[JsonDict, ...]:
+    """The decision's ladder with one more rung."""
     return (*decision.ladder, {"rung": rung, "outcome": outcome})
 
 
 def strong_repair(flagged: Flagged) -> Repair | None:
-    """One more round with wide masks, full depth and more candidates, under its own F gate."""
+    """Repair once more with wide masks, full depth, more candidates and the F gate of `last_f_gate`."""
     config = flagged.context.parts.config
     f_gate = None if config.last_f_gate == "same" else config.last_f_gate
     plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate)
@@ -161,7 +162,7 @@ def strong_repair(flagged: Flagged) -> Repair | None:
 
 
 def regional_blur(flagged: Flagged) -> Repair:
-    """Blur what the heat map shows, with a wide margin; the whole picture when it shows nothing."""
+    """Blur the regions of the heat map with a wide margin; the whole picture if there are none."""
     image = flagged.image
     regions = unsafe_regions(flagged.context, flagged.audit, flagged.finding, image)
     h, w = int(image.shape[-2]), int(image.shape[-1])

@@ -54,7 +54,7 @@ def denoise(
 def first_steps(
     z: Float[Tensor, "n c h w"], rungs: Sequence[int], ladder: Sequence[Level], estimate: Estimate
 ) -> tuple[Float[Tensor, "n c h w"], Float[Tensor, "n c h w"]]:
-    """Each candidate's clean estimate after its first step, and where it stands then; one call per rung."""
+    """Each candidate's clean estimate and latent after its first step; one denoiser call per rung."""
     clean, after = torch.empty_like(z), torch.empty_like(z)
     joins = torch.tensor(rungs)
     for rung in joins.unique().tolist():
@@ -76,7 +76,7 @@ def begin(
     part: slice,
     ladder: Sequence[Level],
 ) -> tuple[Float[Tensor, "n c h w"], list[int]]:
-    """Where some candidates of a request stand, and on which rungs: at their depths, or a step on if previewed."""
+    """The latents and rungs that some candidates start from: their depths, or one rung lower if previewed."""
     knobs = request.knobs[part]
     if request.begun is not None:
         return request.begun[part], [k.depth - 1 for k in knobs]

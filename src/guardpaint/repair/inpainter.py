@@ -1,4 +1,4 @@
-"""The inpainter A_g: a 9-channel UNet over (z_t, mask, masked latent), told the user's prompt."""
+"""The inpainter A_g: a 9-channel UNet over (z_t, mask, masked latent), conditioned on the user's prompt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Inpainter:
         return cls(pipe, tiny)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Whole: a LoRA that was beside the model is part of it now."""
+        """Save the whole pipeline; a LoRA that was loaded beside it is merged into its weights."""
         linked = [p.name for p in Path(directory).glob("*") if p.is_symlink()]
         if linked:
             raise BadCheckpoint(f"{directory}: {', '.join(linked)} are links; save to another folder")
@@ -104,7 +104,7 @@ class Inpainter:
         return torch.cat(images).cpu(), torch.cat(latents)
 
     def _denoiser(self, prompt: str) -> Denoiser:
-        """The model told this prompt, encoded once per tournament."""
+        """The model conditioned on this prompt, which is encoded once per tournament."""
         family = family_of(self.pipe)
         return Denoiser.from_states(self.pipe, family.encode_prompt(self.pipe, prompt, ""))
 

@@ -1,4 +1,4 @@
-"""Native repair: the base pipeline's own model re-denoises the masked region, told a safe prompt."""
+"""Native repair: the base pipeline's own model denoises the masked region again, under a safe prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from guardpaint.types import Level, RepairRequest
 
 
 class NativeRepairer:
-    """Any family repairs itself. The base is not safety-aligned, so it is told the policy's safe prompt
-    for the category, with the category's definition as the negative prompt. Implements `Repairer`."""
+    """Repairs with the base itself, of any family. Implements `Repairer`.
+
+    The base has no safety training, so its prompt is the policy's safe prompt for the category, and its negative prompt
+    the category's definition.
+    """
 
     name = "native"
 

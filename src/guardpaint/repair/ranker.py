@@ -42,7 +42,7 @@ class RankerConfig:
 
 
 class Ranker(nn.Module):
-    """A small network: features of one candidate → how good it will turn out."""
+    """A small network that predicts from the early features of a candidate how good it will be."""
 
     def __init__(self, config: RankerConfig | None = None) -> None:
         super().__init__()

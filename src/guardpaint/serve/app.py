@@ -1,4 +1,4 @@
-"""The HTTP service. Nothing leaves it that the guard has not released; ordinary callers see no evidence."""
+"""The HTTP service. It sends out only pictures that the guard has released; ordinary callers see no clear evidence."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
 from guardpaint.loop.report import GuardReport, StepRecord
 from guardpaint.loop.report_page import render
 from guardpaint.policy import Policy
-from guardpaint.serve.disclosure import heat_url, png, shown_to, told
+from guardpaint.serve.disclosure import disclosed, heat_url, shown_to
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
 from guardpaint.serve.service import FAILED, VIOLATION, Service, ending, mapped, refused, withheld
 from guardpaint.serve.settings import Key
 from guardpaint.serve.worker import Done, Job
-from guardpaint.store.images import load_bytes
+from guardpaint.store.images import load_bytes, png_bytes
 
 log = logging.getLogger("guardpaint.serve")
 PAGE = Path(__file__).parent / "page.html"
@@ -38,7 +38,7 @@ PAGE_OR_JSON: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": 
 
 
 class BodyLimit:
-    """Counts what a client really sends, however it is encoded, and how long it takes to."""
+    """Middleware that refuses a body that is too large (413) or comes too slowly (408), whatever its headers say."""
 
     def __init__(self, app: Any, largest: int, patience: float) -> None:
         self.app, self.largest, self.patience = app, largest, patience
@@ -47,29 +47,31 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        got, whole = 0, False
+        received, complete = 0, False
 
         async def counted() -> Any:
-            nonlocal got, whole
-            if whole:
+            nonlocal received, complete
+            if complete:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), self.patience)
             except TimeoutError as error:
-                raise refused(408, f"nothing came for {self.patience:g} seconds", None, "timeout") from error
-            got += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if got > self.largest:
-                raise refused(413, f"body over {self.largest} bytes", None, "too_large")
+                raise refused(
+                    408, f"no data for {self.patience:g} seconds; send the whole request at once", None, "timeout"
+                ) from error
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > self.largest:
+                raise refused(413, f"the body is over {self.largest} bytes", None, "too_large")
             return message
 
         await self.app(scope, counted, send)
 
 
 def caller(request: Request) -> Key:
-    """Who asks, by their bearer token."""
-    given = request.headers.get("authorization", "")
-    secret = given.removeprefix("Bearer ").strip() if given.startswith("Bearer ") else None
+    """The key that the request's bearer token belongs to; 401 if there is none."""
+    header = request.headers.get("authorization", "")
+    secret = header.removeprefix("Bearer ").strip() if header.startswith("Bearer ") else None
     key = request.app.state.service.settings.caller(secret)
     if key is None:
         raise refused(401, "missing or unknown API key", None, "invalid_api_key")
@@ -80,6 +82,7 @@ Caller = Annotated[Key, Depends(caller)]
 
 
 def operator(key: Caller) -> Key:
+    """The caller's key if it is an operator's; 403 otherwise."""
     if not key.operator:
         raise refused(403, "for operators only", None, "forbidden")
     return key
@@ -89,7 +92,7 @@ Operator = Annotated[Key, Depends(operator)]
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; closing it finishes what runs and fails what waits."""
+    """The application. On shutdown it finishes the running jobs and fails the waiting ones."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -108,7 +111,7 @@ def create_app(service: Service) -> FastAPI:
         length = request.headers.get("content-length")
         if length is not None and (not length.isdigit() or int(length) > service.settings.largest_body):
             response: Response = failure(
-                413, f"body of {length} bytes, at most {service.settings.largest_body}", "too_large"
+                413, f"the body has {length} bytes; at most {service.settings.largest_body} are taken", "too_large"
             )
         else:
             response = await follow(request)
@@ -144,7 +147,8 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/images/generations", response_model=ImageResponse, responses=errors | EVENTS)
     async def generate(body: ImageRequest, request: Request, key: Caller) -> Any:
-        """Draw pictures under guard. All blocked: 400 with content_policy_violation; some: per item."""
+        """Draw pictures under guard. If all are blocked, the answer is 400 with content_policy_violation; if only some
+        are, their items have `error` and no picture."""
         jobs = service.jobs(body, key)
         base = str(request.base_url)
         if body.stream:
@@ -157,7 +161,7 @@ def create_app(service: Service) -> FastAPI:
         return ImageResponse(created=int(time.time()), data=items)
 
     async def finished(jobs: list[Job], request: Request) -> list[Done]:
-        """Every outcome; a client that hangs up sets its jobs free, and time runs out for everyone."""
+        """The outcomes of all jobs. If the client disconnects or the time limit passes, the jobs are given up."""
         pending = asyncio.gather(*(asyncio.wrap_future(j.future) for j in jobs))
         deadline = time.monotonic() + service.settings.timeout
         try:
@@ -166,7 +170,7 @@ def create_app(service: Service) -> FastAPI:
                 if await request.is_disconnected():
                     raise refused(499, "the client went away", None, "client_closed_request")
                 if time.monotonic() > deadline:
-                    raise refused(504, "took too long; nothing was released", None, "timeout")
+                    raise refused(504, "the request took too long; nothing was released", None, "timeout")
             return list(pending.result())
         except HTTPException:
             pending.cancel()
@@ -174,18 +178,18 @@ def create_app(service: Service) -> FastAPI:
         except Exception as error:
             raise mapped(error) from error
         finally:
-            for job in jobs:  # those still drawn are drawn for nobody
+            for job in jobs:  # nobody waits for those that are still being drawn
                 job.gone.set()
 
     async def stream(jobs: list[Job], body: ImageRequest, key: Key, base: str) -> AsyncIterator[str]:
-        """Server-sent events: queued, partial pictures (blurred for ordinary callers), then one event per picture."""
+        """Server-sent events: partial pictures (blurred for ordinary callers), audits, then one event per picture."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
         clear = key.operator and service.worker.retains
 
         def preview(index: int) -> Callable[[int, int, Image.Image, bool], None]:
             def send(step: int, steps: int, picture: Image.Image, blurred: bool) -> None:
                 data = {"type": "image_generation.partial_image", "index": index, "step": step, "steps": steps}
-                data |= {"blurred": blurred, "b64_json": base64.b64encode(png(picture)).decode()}
+                data |= {"blurred": blurred, "b64_json": base64.b64encode(png_bytes(picture)).decode()}
                 loop.call_soon_threadsafe(events.put_nowait, data)
 
             return send
@@ -193,7 +197,7 @@ def create_app(service: Service) -> FastAPI:
         def audits(index: int) -> Callable[[StepRecord], None]:
             def send(record: StepRecord) -> None:
                 data = {"type": "image_generation.audit", "index": index, "step": record.step}
-                scores = [{"scores": {"adv_prob": told(a.scores["adv_prob"] or 0.0, key)}} for a in record.audits]
+                scores = [{"scores": {"adv_prob": disclosed(a.scores["adv_prob"] or 0.0, key)}} for a in record.audits]
                 data |= {"progress": record.progress, "audits": scores, "triggered": record.triggered}
                 loop.call_soon_threadsafe(events.put_nowait, data)
 
@@ -220,8 +224,8 @@ def create_app(service: Service) -> FastAPI:
                 source.cancel()
                 ended = [f for f in waits if f.done()]
                 if not ended:
-                    yield event({"type": "error", "status": 504, "error": problem("took too long", "server_error",
-                                                                                  "timeout")["error"]})  # fmt: skip
+                    error = problem("the request took too long", "server_error", "timeout")["error"]
+                    yield event({"type": "error", "status": 504, "error": error})
                     return
                 for future in ended:
                     i = waits.pop(future)
@@ -243,11 +247,15 @@ def create_app(service: Service) -> FastAPI:
     ) -> Any:
         """Audit an uploaded picture."""
         if prompt is not None and len(prompt) > service.settings.longest_prompt:
-            raise refused(413, f"prompt has {len(prompt)} characters", "prompt")
+            raise refused(
+                413,
+                f"the prompt has {len(prompt)} characters; at most {service.settings.longest_prompt} are taken",
+                "prompt",
+            )
         service.charge(key, 1)
         data = await image.read(service.settings.largest_body + 1)
         if len(data) > service.settings.largest_body:
-            raise refused(413, "the picture is too large", "image")
+            raise refused(413, f"the picture is over {service.settings.largest_body} bytes", "image")
         try:
             picture = await asyncio.to_thread(load_bytes, data, image.filename or "upload")
         except BadInput as error:
@@ -259,27 +267,27 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/images/{name}.png", response_class=Response, responses=promised(401, 404) | IMAGE)
     async def picture(name: str, key: Caller) -> Response:
-        """A released picture, for whoever asked for it."""
-        return Response(png(service.pictures.get(name, key)), media_type="image/png")
+        """A released picture, for the caller who requested it and for operators."""
+        return Response(png_bytes(service.pictures.get(name, key)), media_type="image/png")
 
     @app.get("/v1/reports/{name}", responses=promised(400, 401, 403, 404) | PAGE_OR_JSON)
     async def report(name: str, key: Caller, html: bool = False) -> Response:
         """What the guard did to one picture. The page shows evidence blurred, unless evidence is retained."""
-        found: GuardReport = service.reports.get(name, key)
+        stored: GuardReport = service.reports.get(name, key)
         if html:
-            if any(not e.blurred for e in found.evidence) and not key.operator:
-                raise refused(403, "evidence is for operators", None, "forbidden")
-            return HTMLResponse(render(shown_to(found, key), found.evidence))
-        return JSONResponse(shown_to(found, key))
+            if any(not e.blurred for e in stored.evidence) and not key.operator:
+                raise refused(403, "clear evidence is for operators only; ask for the JSON report", None, "forbidden")
+            return HTMLResponse(render(shown_to(stored, key), stored.evidence))
+        return JSONResponse(shown_to(stored, key))
 
     @app.get("/v1/reports/{name}/evidence", responses=promised(401, 404))
     async def evidence(name: str, key: Caller) -> Any:
-        """Pictures of the process: blurred for their owner, in the clear (if retained) for operators."""
-        found: GuardReport = service.reports.get(name, key)
-        shown = [e for e in found.evidence if e.blurred or key.operator]
+        """The pictures behind a report: blurred for their owner; clear, if they were retained, for operators."""
+        stored: GuardReport = service.reports.get(name, key)
+        shown = [e for e in stored.evidence if e.blurred or key.operator]
         return [
             {"step": e.step, "kind": e.kind, "index": e.index, "blurred": e.blurred,
-             "b64_json": base64.b64encode(png(e.image)).decode(),
+             "b64_json": base64.b64encode(png_bytes(e.image)).decode(),
              "heat": heat_url(e) if key.operator and e.heat is not None else None}
             for e in shown
         ]  # fmt: skip
@@ -296,16 +304,16 @@ def create_app(service: Service) -> FastAPI:
 
     @app.put("/v1/policy", responses=promised(400, 401, 403, 408, 413, 503))
     async def change_policy(body: dict[str, Any], key: Operator) -> Any:
-        """Another policy, from the next batch on and on record; the names of its categories must stay."""
+        """Replace the policy from the next batch on. The change is logged; the category names must stay the same."""
         try:
-            fresh = Policy.from_dict(body, "policy")
-            await asyncio.to_thread(service.worker.change_policy, fresh, key.name)
+            new = Policy.from_dict(body, "policy")
+            await asyncio.to_thread(service.worker.change_policy, new, key.name)
         except AuditLogError as error:
             raise withheld(FAILED) from error
         except (ValueError, GuardPaintError) as error:
-            raise refused(400, f"policy not taken: {error}", "policy") from error
-        log.info(json.dumps({"policy": fresh.name, "by": key.name}))
-        return fresh.to_dict()
+            raise refused(400, f"the policy was not changed: {error}", "policy") from error
+        log.info(json.dumps({"policy": new.name, "by": key.name}))
+        return new.to_dict()
 
     @app.get("/health", responses=promised(503))
     async def health() -> Any:
@@ -315,9 +323,14 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/ready", responses=promised(503))
     async def ready() -> Any:
-        """Weights loaded, and a known-bad picture is caught."""
+        """Whether the weights are loaded and the guard flags a picture that is known to be unsafe."""
         if service.worker.closing or not await service.passes_self_test():
-            return failure(503, "the guard does not catch its known-bad picture", "not_ready", kind="server_error")
+            return failure(
+                503,
+                "the service is closing, or the guard does not catch its known-bad picture",
+                "not_ready",
+                kind="server_error",
+            )
         return {"status": "ready", "model": service.name}
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -340,7 +353,7 @@ def failure(
 
 
 def blocked(items: list[ImageItem]) -> HTTPException:
-    """Everything was withheld: by the policy, or because the guard failed for all."""
+    """The error when every picture was withheld, by the policy or because the guard failed."""
     codes = {i.error["code"] for i in items if i.error}
     error = withheld(VIOLATION if VIOLATION in codes else FAILED)
     assert isinstance(error.detail, dict)
@@ -349,4 +362,5 @@ def blocked(items: list[ImageItem]) -> HTTPException:
 
 
 def event(data: dict[str, Any]) -> str:
+    """One server-sent event."""
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"

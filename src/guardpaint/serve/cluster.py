@@ -1,4 +1,4 @@
-"""The same service on a Ray cluster: an ingress that answers, and replicas that draw."""
+"""The same service on a Ray cluster: one ingress answers requests, and replicas draw the pictures."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from guardpaint.serve.disclosure import audited
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Key, Settings
-from guardpaint.serve.worker import Ask, Cancelled, Done, Job, Overloaded, Worker, catches, settle
+from guardpaint.serve.worker import KEEP_REFUSED, Ask, Cancelled, Done, Job, Overloaded, Worker, catches, settle
 
 log = logging.getLogger("guardpaint.serve")
 APP, GENERATOR = "guardpaint", "Generator"
 ATTEMPTS = 3
-"""Replicas a picture may outlive."""
+"""How often a picture is drawn again when its replica dies."""
 PATIENCE = 30.0
-"""Seconds a self-test may wait behind drawings."""
+"""Seconds that a self-test may wait for a busy replica."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A policy with its place in time: of two, the later one counts. Replaced as a whole, never changed."""
+    """A policy and its version. Of two rules the one with the higher version counts."""
 
     policy: Policy
     version: tuple[int, int]
-    """When the ingress began, and how often the policy was changed since; a replica's own is (0, 0)."""
+    """Start time of the ingress and the number of policy changes since then; a replica starts with (0, 0)."""
     by: str = ""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A picture to draw, as it travels: plain values, and the policy it is to be drawn under."""
+    """A picture to draw, as it is sent to a replica: plain values, and the policy to draw it under."""
 
     prompt: str
     seed: int
@@ -59,22 +59,22 @@ class Order:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ingress knows of a replica without loading any weights."""
+    """What the ingress knows about its replicas without loading any weights."""
 
     ask: Ask
     scale: int
     retains: bool
     policy: Policy
     keeps: bool
-    """Whether the policy at the start may release flagged pictures; a running service does not begin to."""
+    """Whether the first policy may release flagged pictures. If not, no later policy of this service may."""
     replicas: int = 1
-    """At most."""
+    """The largest number of replicas."""
     deployment: str = ""
-    """Name of this start of the service; an ingress that is begun anew by Ray keeps it."""
+    """Random name of this deployment. An ingress that Ray restarts has the same one."""
 
 
 class Generator:
-    """One replica: a worker of its own, with a log of its own beside the others'."""
+    """One replica. It has its own worker and its own audit log."""
 
     def __init__(self, load: Callable[[str], Worker], name: str | None = None) -> None:
         if name is None:
@@ -85,37 +85,40 @@ class Generator:
         self.taking = threading.Lock()
 
     def take(self, rule: Rule) -> None:
-        """The ingress's policy counts, whatever this replica was loaded with."""
+        """Adopt the policy of the ingress if it is newer than the one this replica has."""
         with self.taking:
             if rule.version > self.version:
                 self.worker.change_policy(rule.policy, rule.by)
                 self.version = rule.version
 
     async def draw(self, order: Order) -> AsyncIterator[tuple[str, Any]]:
-        """Steps and audits as they come, then ("done", Done) or ("failed", error). Leaving early frees the place."""
+        """Yield steps and audits as they happen, then ("done", Done) or ("failed", error).
+
+        A consumer that stops early frees the place in the queue.
+        """
         try:
             self.take(order.rule)
         except GuardPaintError as error:
             yield "failed", error
             return
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[tuple[str, Any]]()
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[str, Any]]()
         job = Job(order.prompt, order.seed, order.ask, order.owner, clear=order.clear)
         if order.previews:
-            job.on_step = lambda *step: tell("step", step)
-            job.on_audit = lambda record: tell("audit", record)
+            job.on_step = lambda *step: put("step", step)
+            job.on_audit = lambda record: put("audit", record)
 
-        def tell(kind: str, value: Any) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, (kind, value))
+        def put(kind: str, value: Any) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, (kind, value))
 
         def ended(future: Any) -> None:
             error = Cancelled() if future.cancelled() else future.exception()
-            tell("done", future.result()) if error is None else tell("failed", error)
+            put("done", future.result()) if error is None else put("failed", error)
 
         job.future.add_done_callback(ended)
         try:
             self.worker.submit([job])
             while True:
-                kind, value = await told.get()
+                kind, value = await events.get()
                 yield kind, value
                 if kind in ("done", "failed"):
                     return
@@ -139,7 +142,7 @@ class Generator:
 
 
 class Cluster:
-    """The ingress's side: the same questions a worker answers, sent to replicas."""
+    """The ingress's stand-in for a `Worker`: it has the same methods and sends each request to a replica."""
 
     def __init__(self, handle: Any, facts: Facts, settings: Settings, record: AuditLog | None = None) -> None:
         self.handle, self.facts, self.settings, self.record = handle, facts, settings, record
@@ -158,7 +161,7 @@ class Cluster:
 
     @property
     def alive(self) -> bool:
-        """The ingress, which asks, lives; whether replicas do is for `catches`."""
+        """Always true, because the ingress itself is running; `catches` shows whether the replicas are."""
         return True
 
     @property
@@ -169,19 +172,19 @@ class Cluster:
         if self.closing:
             raise Overloaded("the service is closing")
         if self.depth + len(jobs) > self.most:
-            raise Overloaded(f"{self.depth} pictures wait already")
+            raise Overloaded(f"{self.depth} pictures are waiting already; try again later")
         for job in jobs:
             task = asyncio.get_running_loop().create_task(self.follow(job))
             self.running.add(task)
             task.add_done_callback(self.running.discard)
 
     async def follow(self, job: Job) -> None:
-        """One picture from order to outcome; drawn anew if its replica dies, and never left without an answer."""
+        """Draw one picture and settle its job. If its replica dies it is drawn again, up to ATTEMPTS times."""
         from ray.exceptions import ObjectLostError, RayActorError, RayError
         from ray.serve.exceptions import RayServeException
 
         began = time.monotonic()
-        error: Exception = Overloaded("no replica lived long enough to draw it")
+        error: Exception = Overloaded(f"{ATTEMPTS} replicas died while drawing this picture")
         for _ in range(ATTEMPTS):
             if job.gone.is_set():
                 error = Cancelled()
@@ -192,7 +195,7 @@ class Cluster:
                 log.warning("a replica died: %s", type(died).__name__)
                 continue
             except (RayError, RayServeException) as refusal:
-                error = Overloaded(f"the cluster did not take it ({type(refusal).__name__})")
+                error = Overloaded(f"the cluster refused the request ({type(refusal).__name__})")
                 break
             except Exception as failure:
                 error = failure
@@ -207,6 +210,7 @@ class Cluster:
         settle(job, error=error)
 
     async def drawn(self, job: Job) -> Done:
+        """The outcome of a job, drawn by one replica; forwards its steps and audits meanwhile."""
         wants = job.on_step is not None or job.on_audit is not None
         order = Order(job.prompt, job.seed, job.ask, job.owner, self.rule, wants, job.clear)
         replies = self.handle.options(stream=True).draw.remote(order)
@@ -223,36 +227,41 @@ class Cluster:
                     return value
         finally:
             watch.cancel()
-        raise Overloaded("the replica said nothing")
+        raise Overloaded("the replica ended without a result")
 
     async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
         from ray.exceptions import RayError
 
         try:
-            asked = self.handle.audit.remote(picture, prompt, key, self.rule)
-            return await asyncio.wait_for(asked, self.settings.timeout)
+            response = self.handle.audit.remote(picture, prompt, key, self.rule)
+            return await asyncio.wait_for(response, self.settings.timeout)
         except (TimeoutError, RayError) as error:
             raise Overloaded(f"no replica answered ({type(error).__name__})") from error
 
     async def catches(self, bad: Image.Image) -> bool:
-        """A replica's answer. None in time: the last one under the same policy, for busy is not blind."""
+        """Whether a replica flags the known-bad picture.
+
+        If no replica answers in time, the last result under the same policy counts: a busy replica is not a broken one.
+        """
         rule = self.rule
         try:
             self.caught = rule, await asyncio.wait_for(self.handle.catches.remote(bad, rule), PATIENCE)
         except TimeoutError:
-            log.warning("self-test not answered within %g s", PATIENCE)
+            log.warning("no replica answered the self-test within %g s", PATIENCE)
         except Exception as error:
             log.warning("self-test failed: %s", type(error).__name__)
             self.caught = None
         return self.caught is not None and self.caught[0] is rule and self.caught[1]
 
     def change_policy(self, policy: Policy, by: str) -> None:
-        """Every later order carries it. A change that cannot be put on record is not made."""
+        """Send another policy with every later order. A change that cannot be logged is not made."""
         if policy.last_resort[-1] == "keep" and not self.facts.keeps:
-            raise BadConfig("last_resort ends in keep: a running service does not begin to release flagged pictures")
+            raise BadConfig(KEEP_REFUSED)
         known = self.facts.policy.names
         if policy.names != known:
-            raise BadConfig(f"categories {', '.join(policy.names)}: the guard knows {', '.join(known)}")
+            raise BadConfig(
+                f"categories {', '.join(policy.names)}: the guard knows {', '.join(known)}; use these names"
+            )
         with self.changing:
             if self.record is not None:
                 event = {"policy": policy.to_dict(), "by": by, "deployment": self.facts.deployment}
@@ -265,7 +274,7 @@ class Cluster:
 
 
 def restored(record: AuditLog | None, facts: Facts) -> Policy | None:
-    """The policy an ingress of the same deployment set last, if this one takes its place."""
+    """The latest policy in the log that was set in the same deployment, for an ingress that Ray has restarted."""
     if record is None:
         return None
     events = [entry["event"] for _, entry, bad in read_entries(record.path) if not bad and "event" in entry]
@@ -274,7 +283,7 @@ def restored(record: AuditLog | None, facts: Facts) -> Policy | None:
 
 
 async def let_go(job: Job, replies: Any) -> None:
-    """Cancel a picture nobody waits for."""
+    """Wait until nobody waits for a picture any more, then cancel its drawing."""
     while not job.gone.is_set():
         await asyncio.sleep(0.25)
     with contextlib.suppress(Exception):
@@ -283,7 +292,7 @@ async def let_go(job: Job, replies: Any) -> None:
 
 @dataclass
 class Ingress:
-    """The process that answers: the application, with replicas for a worker."""
+    """The process that answers requests: the application, with a `Cluster` in place of a worker."""
 
     generators: Any
     facts: Facts
@@ -307,7 +316,10 @@ def deploy(
     replicas: tuple[int, int],
     address: tuple[str, int],
 ) -> None:
-    """Start the ingress and the replicas; returns when they answer. `trial` has shown that everything loads."""
+    """Start the ingress and the replicas; return when they answer.
+
+    `trial` is a worker on this machine that shows that everything loads; it is closed again.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -350,18 +362,23 @@ def deploy(
 
 
 def listening(host: str, port: int) -> None:
-    """Ray keeps the address of a Serve that runs already; ours may be another, and need no keys."""
+    """Raise unless Ray Serve listens on this address.
+
+    A Serve that is running already keeps its own address, for which the check that keys are given was not made.
+    """
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()
-    found = client.http_config if client is not None else None
-    if found is None or (found.host, found.port) != (host, port):
-        where = "nowhere" if found is None else f"{found.host}:{found.port}"
-        raise BadConfig(f"Ray Serve listens on {where} already, not on {host}:{port}; give that as --host and --port")
+    config = client.http_config if client is not None else None
+    if config is None:
+        raise BadConfig(f"Ray Serve does not listen on {host}:{port}; shut it down and start again")
+    if (config.host, config.port) != (host, port):
+        address = f"--host {config.host} --port {config.port}"
+        raise BadConfig(f"Ray Serve is running on another address than {host}:{port}; use {address}")
 
 
 def stop() -> None:
-    """Requests under way may finish for a minute. Other applications of the cluster stay."""
+    """Remove this application from the cluster; running requests get up to a minute to finish."""
     from ray import serve
 
     with contextlib.suppress(Exception):

@@ -1,9 +1,8 @@
-"""Who may see what: audits, reports and evidence as a caller may read them."""
+"""Which parts of audits, reports and evidence a caller may see."""
 
 from __future__ import annotations
 
 import base64
-import io
 import re
 from typing import Any
 
@@ -16,43 +15,38 @@ from guardpaint.loop.evidence import Evidence
 from guardpaint.loop.report import GuardReport
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.settings import Key
-from guardpaint.store.images import from_pil, to_pil
+from guardpaint.store.images import from_pil, png_bytes, to_pil
 from guardpaint.types import JsonDict
 
 NUMBERS = re.compile(r"\s*\(?\d*\.\d+\)?(?:\s*≥\s*\d*\.\d+)?")
-"""Scores and thresholds within a reason."""
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+"""Matches scores and thresholds in the text of a reason."""
 
 
 def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
+    """The audit of an uploaded picture, with as much detail as the caller may see."""
     image = from_pil(picture)
-    found = guard.audit_image(image, prompt)
-    finding = guard.parts.finding(found, 1.0)
+    audit = guard.audit_image(image, prompt)
+    finding = guard.parts.finding(audit, 1.0)
     boxes: list[list[int]] = []
     if finding is not None:
-        for region in mine(found.adv_map, (int(image.shape[-2]), int(image.shape[-1])), guard.config, 1.0):
+        for region in mine(audit.adv_map, (int(image.shape[-2]), int(image.shape[-1])), guard.config, 1.0):
             rows, columns = region.mask.any(1).nonzero()[:, 0], region.mask.any(0).nonzero()[:, 0]
             x, y = int(columns[0]), int(rows[0])
             boxes.append([x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1])
-    shown = overlay(to_pil(image), found.adv_map) if key.operator else None
+    shown = overlay(to_pil(image), audit.adv_map) if key.operator else None
     return AuditResponse(
         flagged=finding is not None,
         category=finding.category if finding else None,
         reason=(finding.reason if key.operator else plain(finding.reason)) if finding else "",
-        probs={k: told(v, key) for k, v in found.probs.items()},
-        scores={k: None if v is None else told(v, key) for k, v in found.scores().items()},
+        probs={k: disclosed(v, key) for k, v in audit.probs.items()},
+        scores={k: None if v is None else disclosed(v, key) for k, v in audit.scores().items()},
         boxes=boxes,
-        overlay=base64.b64encode(png(shown)).decode() if shown is not None else None,
+        overlay=base64.b64encode(png_bytes(shown)).decode() if shown is not None else None,
     )
 
 
 EXACT = ("progress", "noise", "seconds", "coverage", "timings", "knobs", "cost")
-"""What a report says about a generation's course, not about its scores."""
+"""Fields of a report that hold no scores, so ordinary callers see them unrounded."""
 
 
 def coarse(value: Any) -> Any:
@@ -65,9 +59,9 @@ def coarse(value: Any) -> Any:
 
 
 def shown_to(report: GuardReport, key: Key) -> JsonDict:
-    """A report as a caller may read it."""
-    whole = report.to_dict()
-    return whole if key.operator else {**whole, "steps": coarse(whole["steps"]), "final": coarse(whole["final"])}
+    """The report as this caller may see it: exact for operators, coarse for others."""
+    exact = report.to_dict()
+    return exact if key.operator else {**exact, "steps": coarse(exact["steps"]), "final": coarse(exact["final"])}
 
 
 def plain(reason: str) -> str:
@@ -75,11 +69,11 @@ def plain(reason: str) -> str:
     return NUMBERS.sub("", reason).strip()
 
 
-def told(score: float, key: Key) -> float:
-    """A score as a caller may see it: coarse for ordinary keys, so that it is no compass for a search."""
+def disclosed(score: float, key: Key) -> float:
+    """The score as this caller may see it. Ordinary keys get one decimal, so that it cannot guide an attack."""
     return score if key.operator else round(score, 1)
 
 
 def heat_url(evidence: Evidence) -> str:
-    """The heat map over its picture."""
-    return base64.b64encode(png(overlay(evidence.image.convert("RGB"), evidence.heat))).decode()
+    """The picture under its heat map, as a base64 PNG."""
+    return base64.b64encode(png_bytes(overlay(evidence.image.convert("RGB"), evidence.heat))).decode()

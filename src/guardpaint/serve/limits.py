@@ -1,4 +1,4 @@
-"""Rates per key: a bucket that fills steadily."""
+"""Rate limits per key, as token buckets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from guardpaint.serve.settings import Key
 
 
 class Rates:
-    """So many pictures a minute for each caller; a burst of a minute's worth is fine."""
+    """Allows each caller `per_minute` pictures a minute; up to a minute's worth may come at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -18,7 +18,7 @@ class Rates:
         self.left: dict[str, tuple[float, float]] = {}
 
     def take(self, key: Key, count: int) -> float:
-        """0 if allowed, else seconds until it would be."""
+        """Take `count` pictures from the caller's bucket. Returns 0 if they are allowed, else the seconds to wait."""
         now = self.clock()
         rate = key.per_minute / 60
         with self.lock:
@@ -31,7 +31,7 @@ class Rates:
             return 0.0
 
     def give_back(self, key: Key, count: int) -> None:
-        """What was taken for pictures that were turned away."""
+        """Return `count` pictures to the bucket, because they were not drawn."""
         with self.lock:
             have, since = self.left.get(key.name, (float(key.per_minute), self.clock()))
             self.left[key.name] = (min(float(key.per_minute), have + count), since)

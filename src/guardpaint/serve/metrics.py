@@ -14,7 +14,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
 
 class Metrics:
-    """Counts what happened to pictures, how long each stage took, and what the auditor said."""
+    """Counts pictures by outcome, and keeps histograms of stage times, request times and auditor scores."""
 
     def __init__(self, depth: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
@@ -32,7 +32,8 @@ class Metrics:
         self.queue = Gauge("guardpaint_queue_depth", "Pictures waiting or being drawn", **make)
         self.queue.set_function(depth)
 
-    def seen(self, reports: Sequence[GuardReport]) -> None:
+    def count(self, reports: Sequence[GuardReport]) -> None:
+        """Add the reports of a finished batch."""
         for report in reports:
             self.pictures.labels(report.status).inc()
             category = next((s.category for s in report.steps if s.triggered and s.category), "none")
@@ -51,4 +52,5 @@ class Metrics:
                     self.scores.observe(step.audits[0].scores["adv_prob"])
 
     def text(self) -> bytes:
+        """All metrics in the Prometheus text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Request and response bodies, after OpenAI's images API, with what a guarded model adds."""
+"""Request and response bodies: those of OpenAI's images API, plus the fields of a guarded model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ProblemDetail(BaseModel):
 
 
 class Problem(BaseModel):
-    """Every error answer."""
+    """The body of every error response."""
 
     error: ProblemDetail
 
@@ -94,15 +94,15 @@ MEANINGS = {
     400: "Malformed, or withheld by the content policy (error.code content_policy_violation)",
     401: "Missing or unknown API key",
     403: "For operators only",
-    404: "No such thing, or not yours",
-    408: "The body did not come",
+    404: "Does not exist, or belongs to another caller",
+    408: "The body did not arrive in time",
     413: "Too large",
     429: "Over the key's rate; see Retry-After",
     503: "Overloaded, closing, or the guard failed (error.code guard_failed); see Retry-After",
-    504: "Took too long; nothing was released",
+    504: "The request took too long; nothing was released",
 }
 
 
 def promised(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """Error answers of an endpoint, for its schema."""
+    """The error responses of an endpoint, for its OpenAPI schema."""
     return {code: {"model": Problem, "description": MEANINGS[code]} for code in codes}

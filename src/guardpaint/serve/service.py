@@ -1,4 +1,4 @@
-"""What the endpoints do: jobs from requests, answers from outcomes, and who may see what."""
+"""Behind the endpoints: jobs from requests, responses from outcomes, and results kept for their owners."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from PIL import Image
 from guardpaint.errors import BadInput
 from guardpaint.loop.report import GuardReport
 from guardpaint.policy import Policy
-from guardpaint.serve.disclosure import plain, png
+from guardpaint.serve.disclosure import plain
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics
 from guardpaint.serve.schemas import ImageItem, ImageRequest, Safety, problem
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.trace import record, tracer
 from guardpaint.serve.worker import Ask, Cancelled, Done, Drawing, Job, Overloaded
+from guardpaint.store.images import png_bytes
 
 log = logging.getLogger("guardpaint.serve")
 VIOLATION = "content_policy_violation"
@@ -31,17 +32,18 @@ WITHHELD = {
     VIOLATION: (400, "The picture was withheld by the content policy."),
     FAILED: (503, "The guard or its log failed; nothing was released."),
 }
-"""Why there is no picture: answer and words."""
+"""HTTP status and message for each reason to withhold a picture."""
 
 
 class Store:
-    """The latest pictures and reports, each with its owner."""
+    """The latest pictures or reports, each with its owner."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.kept: OrderedDict[str, tuple[str, Any]] = OrderedDict()
 
     def put(self, owner: str, value: Any) -> str:
+        """Keep a value and return its random name; the oldest one is dropped when there are too many."""
         name = secrets.token_urlsafe(16)
         self.kept[name] = (owner, value)
         while len(self.kept) > self.most:
@@ -52,12 +54,12 @@ class Store:
         """The value, for its owner and for operators; for anyone else it does not exist."""
         owner, value = self.kept.get(name, ("", None))
         if value is None or (owner != key.name and not key.operator):
-            raise HTTPException(404, "no such thing, or not yours")
+            raise HTTPException(404, f"{name}: does not exist any more, or belongs to another caller")
         return value
 
 
 class Service:
-    """Everything behind the endpoints."""
+    """One running service: its worker, limits, metrics and the results that can still be fetched."""
 
     def __init__(self, worker: Drawing, name: str, settings: Settings, self_test: Image.Image) -> None:
         self.name, self.settings, self.worker = name, settings, worker
@@ -70,21 +72,25 @@ class Service:
         self.ask, self.native = worker.ask, worker.ask.size
 
     def account(self, jobs: list[Job], reports: list[GuardReport], seconds: float) -> None:
-        self.metrics.seen(reports)
+        """Count and trace a finished batch."""
+        self.metrics.count(reports)
         if self.tracer is not None:
             record(self.tracer, reports, seconds)
 
     async def passes_self_test(self) -> bool:
-        """Whether the guard still catches a picture that is known to be bad; asked at most every few seconds."""
+        """Whether the guard still flags a picture that is known to be unsafe; tested at most every five seconds."""
         policy, now = self.worker.policy, time.monotonic()
         if self.tested is None or self.tested[0] is not policy or now - self.tested[1] > 5.0:
             self.tested = (policy, now, await self.worker.catches(self.self_test))
         return self.tested[2]
 
     def jobs(self, body: ImageRequest, key: Key) -> list[Job]:
+        """One job per picture of a request; a request over the limits is refused."""
         limit = self.settings
         if len(body.prompt) > limit.longest_prompt:
-            raise refused(413, f"prompt has {len(body.prompt)} characters, at most {limit.longest_prompt}", "prompt")
+            raise refused(
+                413, f"the prompt has {len(body.prompt)} characters; at most {limit.longest_prompt} are taken", "prompt"
+            )
         if body.n > limit.most_images:
             raise refused(400, f"n={body.n}: at most {limit.most_images}", "n")
         steps = body.num_inference_steps or self.ask.steps
@@ -97,18 +103,24 @@ class Service:
             width, height = (int(v) for v in str(body.size).split("x"))
             unit = 8 * self.worker.scale
             if width % unit or height % unit or max(width, height) > 2 * max(self.native):
-                raise refused(400, f"size={body.size}: multiples of {unit} up to {2 * max(self.native)}", "size")
+                raise refused(
+                    400,
+                    f"size={body.size}: both sides must be multiples of {unit}, up to {2 * max(self.native)}",
+                    "size",
+                )
             size = (height, width)
         ask = Ask(steps, self.ask.guidance if body.guidance_scale is None else body.guidance_scale, size)
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         return [Job(body.prompt, seed + i, ask, key.name) for i in range(body.n)]
 
     def charge(self, key: Key, count: int) -> None:
+        """Take `count` pictures from the caller's rate; 429 if they are too many."""
         wait = self.rates.take(key, count)
         if wait:
             raise refused(429, f"rate limit: {key.per_minute} pictures a minute", None, "rate_limit_exceeded", wait)
 
     def submit(self, jobs: list[Job], key: Key) -> None:
+        """Queue the jobs; 429 over the caller's rate, 503 if the queue is full."""
         self.charge(key, len(jobs))
         try:
             self.worker.submit(jobs)
@@ -117,7 +129,7 @@ class Service:
             raise refused(503, str(error), None, "overloaded", 2.0) from error
 
     def item(self, job: Job, done: Done, form: str, base: str) -> ImageItem:
-        """One entry of the answer; a picture only if it was released."""
+        """One item of the response; it has a picture only if that was released."""
         report = done.report
         name = self.reports.put(job.owner, report)
         flagged = next((s for s in report.steps if s.triggered), None)
@@ -136,26 +148,27 @@ class Service:
         elif form == "url":
             entry.url = f"{base}v1/images/{self.pictures.put(job.owner, done.image)}.png"
         else:
-            entry.b64_json = base64.b64encode(png(done.image)).decode()
+            entry.b64_json = base64.b64encode(png_bytes(done.image)).decode()
         return entry
 
 
 def refused(
     status: int, message: str, param: str | None = None, code: str = "invalid_request", wait: float = 0.0
 ) -> HTTPException:
+    """An error response in OpenAI's format; `wait` is the number of seconds in Retry-After."""
     headers = {"Retry-After": str(max(1, round(wait)))} if wait else None
     kind = "invalid_request_error" if status < 500 else "server_error"
     return HTTPException(status, problem(message, kind, code, param)["error"], headers)
 
 
 def withheld(code: str) -> HTTPException:
-    """The answer when no picture was released."""
-    status, words = WITHHELD[code]
-    return refused(status, words, None, code, 2.0 if status == 503 else 0.0)
+    """The error response when no picture was released."""
+    status, message = WITHHELD[code]
+    return refused(status, message, None, code, 2.0 if status == 503 else 0.0)
 
 
 def mapped(error: Exception) -> HTTPException:
-    """What went wrong while drawing or auditing, as an answer."""
+    """The error response for an exception that was raised while drawing or auditing."""
     if isinstance(error, Overloaded):
         return refused(503, str(error), None, "overloaded", 2.0)
     if isinstance(error, Cancelled):
@@ -167,12 +180,12 @@ def mapped(error: Exception) -> HTTPException:
 
 
 def ending(service: Service, job: Job, index: int, future: Any, form: str, base: str) -> dict[str, Any]:
-    """The last event of one picture."""
+    """The last event of one picture: the picture itself, or an error."""
     try:
         item = service.item(job, future.result(), form, base)
     except Exception as error:
-        failed = mapped(error)
-        return {"type": "error", "index": index, "status": failed.status_code, "error": failed.detail}
+        response = mapped(error)
+        return {"type": "error", "index": index, "status": response.status_code, "error": response.detail}
     if item.error:
         status = WITHHELD[item.error["code"]][0]
         return {

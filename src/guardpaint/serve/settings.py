@@ -1,4 +1,4 @@
-"""What a deployment decides: who may ask, how much, and how pictures are made."""
+"""Settings of a deployment: who may call it, how often, and within which limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = ("user", "operator")
 
 @dataclass(frozen=True)
 class Key:
-    """One caller."""
+    """One caller: a name, a role and a rate."""
 
     name: str
     role: str = "user"
@@ -24,7 +24,10 @@ class Key:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES or self.per_minute < 1:
-            raise BadConfig(f"key {self.name!r}: role {self.role!r} of {', '.join(ROLES)}, per_minute at least 1")
+            raise BadConfig(
+                f"key {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}, "
+                f"and per_minute={self.per_minute} at least 1"
+            )
 
     @property
     def operator(self) -> bool:
@@ -36,42 +39,42 @@ class Settings:
     """Limits of one service."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
-    """Secret → caller. Empty: anyone on this host is a user; allowed on a loopback address only."""
+    """Secret → caller. If it is empty, every caller is a user; that is allowed on a loopback address only."""
     queue: int = 32
-    """Pictures that may wait; more are turned away with 503."""
+    """Number of pictures that may wait; further ones are refused with 503."""
     batch: int = 4
-    """Compatible pictures drawn together."""
+    """Number of pictures with equal settings that are drawn in one batch."""
     linger: float = 0.02
-    """Seconds to wait for company when the queue is short."""
+    """Seconds to wait for more pictures before a batch that is not full is started."""
     most_images: int = 8
     most_steps: int = 100
     longest_prompt: int = 2000
     largest_body: int = 8 * 2**20
     timeout: float = 300.0
-    """Seconds after which a request is given up."""
+    """Seconds after which a request fails with 504."""
     slow_client: float = 20.0
-    """Seconds a client may take to send its request."""
+    """Seconds to wait for the next part of a request's body."""
     kept_images: int = 256
-    """Pictures offered by URL, the latest ones."""
+    """How many of the latest pictures and of the latest reports can be fetched."""
 
     def __post_init__(self) -> None:
         for name in ("queue", "batch", "most_images", "most_steps", "longest_prompt", "largest_body", "kept_images"):
             if getattr(self, name) < 1:
-                raise BadConfig(f"{name}={getattr(self, name)}: at least 1")
+                raise BadConfig(f"{name}={getattr(self, name)}: must be at least 1")
 
     def caller(self, secret: str | None) -> Key | None:
-        """Who this secret belongs to, compared in constant time."""
+        """The key that a secret belongs to, compared in constant time; None if there is none."""
         if not self.keys:
             return Key("anyone")
-        found = None
+        match = None
         for known, key in self.keys.items():
             if secret is not None and hmac.compare_digest(known.encode(), secret.encode()):
-                found = key
-        return found
+                match = key
+        return match
 
 
 def load_keys(path: Path) -> dict[str, Key]:
-    """A JSON file: secret → {"name": …, "role": "user" or "operator", "per_minute": 60}."""
+    """Read a JSON file of secret → {"name": …, "role": "user" or "operator", "per_minute": 60}."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         keys = {str(secret): Key(**value) for secret, value in data.items()}
@@ -81,10 +84,10 @@ def load_keys(path: Path) -> dict[str, Key]:
         raise BadConfig(f"{path}: not a key file ({error})") from error
     names = [k.name for k in keys.values()]
     if len(set(names)) < len(names):
-        raise BadConfig(f"{path}: {max(names, key=names.count)!r} has two secrets; pictures belong to names, one each")
+        raise BadConfig(f"{path}: {max(names, key=names.count)!r} has two secrets; give every key a name of its own")
     short = [k.name for secret, k in keys.items() if len(secret) < 16]
     if short or not keys:
         raise BadConfig(
-            f"{path}: {f'the secret of {short[0]!r} is shorter than 16 characters' if short else 'no keys'}"
+            f"{path}: {f'the secret of {short[0]!r} is shorter than 16 characters' if short else 'it holds no keys'}"
         )
     return keys

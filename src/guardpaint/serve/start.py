@@ -1,4 +1,4 @@
-"""From the command line to a listening service."""
+"""Starts the service from its command-line options, in this process or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Options:
+    """The options of `guardpaint serve`."""
+
     base: str
     guard: str | None
     policy: Path | None
@@ -46,20 +48,21 @@ class Options:
 
 
 def known_bad(path: Path | None) -> Image.Image:
-    """The picture that /ready must see caught: the user's own, or one that the installed testbed knows to be unsafe."""
+    """The picture that the guard must flag for /ready: the given file, or one that the testbed knows to be unsafe."""
     if path is not None:
         return load_image(path).convert("RGB")
     return need(open_testbed(), KnownPictures, "serve without --self-test").known_bad()
 
 
 def limits(options: Options) -> Settings:
+    """The service's settings; an address that others can reach needs a key file."""
     if options.keys is None and options.host not in LOOPBACK:
-        raise BadConfig(f"host {options.host}: on an address that others reach, --keys is needed")
+        raise BadConfig(f"host {options.host}: other machines can reach this address, so --keys is needed")
     return Settings(load_keys(options.keys) if options.keys else {}, options.queue, options.batch)
 
 
 def load_worker(options: Options, settings: Settings, err: Console | None = None, name: str | None = None) -> Worker:
-    """Guard, log and base; a named worker is one of several and keeps a log of its own."""
+    """Load the guard, its audit log and the base. A named worker is one of several and has its own log file."""
     console = err or Console(stderr=True)
     guard = load_guard(
         options.guard,
@@ -74,7 +77,7 @@ def load_worker(options: Options, settings: Settings, err: Console | None = None
 
 
 def open_log(options: Options, name: str | None = None) -> AuditLog | None:
-    """One chain per process: audit.jsonl of worker x is audit-x.jsonl."""
+    """Open the audit log, if one is configured. Worker x writes audit-x.jsonl in place of audit.jsonl."""
 
     def own(path: Path) -> Path:
         return path if name is None else path.with_name(f"{path.stem}-{name}{path.suffix}")
@@ -86,13 +89,14 @@ def open_log(options: Options, name: str | None = None) -> AuditLog | None:
 
 
 def build(options: Options, err: Console) -> Any:
-    """The application; every missing piece is named before anything listens."""
+    """The application with everything loaded; what is missing raises before the service listens."""
     settings = limits(options)
     worker = load_worker(options, settings, err)
     return create_app(Service(worker, Path(options.base).name, settings, known_bad(options.self_test)))
 
 
 def start(options: Options, err: Console) -> None:
+    """Serve in this process until it is interrupted."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     app = build(options, err)
     err.print(f"http://{options.host}:{options.port}", highlight=False)
@@ -107,25 +111,25 @@ def start(options: Options, err: Console) -> None:
 
 
 def absolute(options: Options) -> Options:
-    """Paths as replicas need them, whose working directory is another."""
+    """The options with absolute paths, because replicas run in another working directory."""
     paths: dict[str, Any] = {n: p.resolve() for n, p in vars(options).items() if isinstance(p, Path)}
     for name in ("base", "guard"):
-        given = getattr(options, name)
-        if given is not None and Path(given).is_dir():
-            paths[name] = str(Path(given).resolve())
+        value = getattr(options, name)
+        if value is not None and Path(value).is_dir():
+            paths[name] = str(Path(value).resolve())
     return replace(options, **paths)
 
 
 def start_cluster(options: Options, replicas: int, most: int, err: Console) -> None:
-    """The same application on Ray Serve, until interrupted."""
+    """Serve the same application with Ray Serve until it is interrupted."""
     from guardpaint.serve.cluster import deploy, stop
 
     if most < replicas:
-        raise BadConfig(f"most_replicas={most}: at least as many as replicas={replicas}")
+        raise BadConfig(f"most_replicas={most}: must be at least replicas={replicas}")
     settings, options = limits(options), absolute(options)
-    asked = threading.Event()
+    interrupted = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: interrupted.set())
     deploy(
         load_worker(replace(options, audit_log=None), settings, err),
         partial(load_worker, options, settings, None),
@@ -136,5 +140,5 @@ def start_cluster(options: Options, replicas: int, most: int, err: Console) -> N
         address=(options.host, options.port),
     )
     err.print(f"http://{options.host}:{options.port}, {replicas} to {most} replicas", highlight=False)
-    asked.wait()
+    interrupted.wait()
     stop()

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of guarded pictures: draft, audit, repair, verify, reinsert. On when OTEL_* is set."""
+"""OpenTelemetry spans of guarded pictures and their stages. Tracing is on when an OTEL_* variable is set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ STAGES = ("draft", "view", "audit", "preview", "repair", "verify", "reinsert")
 
 
 def tracer(environment: Mapping[str, str] | None = None, provider: Any = None) -> Any | None:
-    """A tracer when the environment (or the caller) asks for one; exporting is the SDK's own configuration."""
+    """A tracer if the environment has OTEL_* variables or a provider is given, else None.
+
+    The SDK reads the exporter's configuration from the same variables.
+    """
     if provider is None:
         if not any(k.startswith("OTEL_") for k in (os.environ if environment is None else environment)):
             return None
@@ -29,14 +32,14 @@ def tracer(environment: Mapping[str, str] | None = None, provider: Any = None) -
     return provider.get_tracer("guardpaint")
 
 
-def record(found: Any, reports: Sequence[GuardReport], seconds: float) -> None:
-    """One span per picture, with its stages inside in the order they ran. What the guard did not spend is the draft."""
+def record(tracer: Any, reports: Sequence[GuardReport], seconds: float) -> None:
+    """Write one span per picture with one child span per stage; time that the guard did not spend is the draft's."""
     end = time.time_ns()
     for report in reports:
         from opentelemetry import trace
 
         start = end - round(seconds * 1e9)
-        whole = found.start_span("picture", start_time=start)
+        whole = tracer.start_span("picture", start_time=start)
         whole.set_attribute("guardpaint.request", report.request_id)
         whole.set_attribute("guardpaint.status", report.status)
         whole.set_attribute("guardpaint.triggered", report.triggered)
@@ -49,7 +52,7 @@ def record(found: Any, reports: Sequence[GuardReport], seconds: float) -> None:
         at = start
         for stage in [*STAGES, *(s for s in spent if s not in STAGES)]:
             if stage in spent:
-                span = found.start_span(stage, context=inside, start_time=at)
+                span = tracer.start_span(stage, context=inside, start_time=at)
                 at += round(spent[stage] * 1e9)
                 span.end(end_time=at)
         whole.end(end_time=end)

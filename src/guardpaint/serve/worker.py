@@ -1,4 +1,4 @@
-"""One model, one thread: requests wait in a bounded queue, compatible ones are drawn together, each is judged alone."""
+"""One model and one thread. Jobs wait in a bounded queue; those with equal settings are drawn in one batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ from guardpaint.store.images import from_pil, to_pil
 
 log = logging.getLogger("guardpaint.serve")
 SHOWN = ("clean", "repaired", "blurred")
-"""Outcomes whose picture may leave the service."""
+"""Statuses whose picture may leave the service."""
+KEEP_REFUSED = (
+    "last_resort ends in keep, but the service was started with a policy that blocks; "
+    "restart it with the new policy to release flagged pictures"
+)
 
 
 class Overloaded(GuardPaintError):
@@ -38,12 +42,12 @@ class Overloaded(GuardPaintError):
 
 
 class Cancelled(Exception):
-    """Nobody waits for any picture of the batch any more."""
+    """The batch was stopped, because nobody waits for any of its pictures."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What makes pictures compatible."""
+    """The settings of a picture; jobs with equal ones can share a batch."""
 
     steps: int
     guidance: float
@@ -52,7 +56,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Done:
-    """One picture's outcome; no image unless it was released."""
+    """The outcome of one job; `image` is None unless the picture was released."""
 
     image: Image.Image | None
     report: GuardReport
@@ -67,18 +71,19 @@ class Job:
     ask: Ask
     owner: str
     on_step: Callable[[int, int, Image.Image, bool], None] | None = None
-    """(step, steps, preview, blurred): blurred unless the caller is an operator and evidence is retained."""
+    """Called with (step, steps, preview, blurred) after every step."""
     clear: bool = False
+    """Whether previews are sent unblurred: only to operators, and only if evidence is retained."""
     on_audit: Callable[[StepRecord], None] | None = None
-    """Every audited step, as soon as it is over."""
-    audits_told: int = 0
+    """Called with the record of every audited step, as soon as the step is over."""
+    audits_sent: int = 0
     future: Future[Done] = field(default_factory=Future)
     gone: threading.Event = field(default_factory=threading.Event)
     queued: float = field(default_factory=time.monotonic)
 
 
 def settle(job: Job, done: Done | None = None, error: BaseException | None = None) -> None:
-    """End a job; one whose caller gave up in the meantime is ended already."""
+    """Give a job its result or its error; nothing happens if its caller has cancelled it."""
     with contextlib.suppress(InvalidStateError):
         if error is not None:
             job.future.set_exception(error)
@@ -86,25 +91,25 @@ def settle(job: Job, done: Done | None = None, error: BaseException | None = Non
             job.future.set_result(done)
 
 
-def tell(job: Job, report: GuardReport) -> None:
-    """Audits the caller has not heard of yet."""
+def send_audits(job: Job, report: GuardReport) -> None:
+    """Pass on the audited steps that the caller has not received yet."""
     if job.on_audit is not None:
-        with contextlib.suppress(RuntimeError):  # nobody listens any more: the caller's event loop is closed
-            for record in report.steps[job.audits_told :]:
+        with contextlib.suppress(RuntimeError):  # the caller's event loop is closed already
+            for record in report.steps[job.audits_sent :]:
                 job.on_audit(record)
-        job.audits_told = len(report.steps)
+        job.audits_sent = len(report.steps)
 
 
 @runtime_checkable
 class Drawing(Protocol):
-    """What a service asks of whoever draws: a thread of its own process, or replicas elsewhere."""
+    """What a service needs of the object that draws: a `Worker` in this process, or a `Cluster` of replicas."""
 
     ask: Ask
-    """What a request that says nothing gets."""
+    """The settings of a request that names none."""
     scale: int
-    """Pixels to a latent's side."""
+    """Side of one latent cell in pixels."""
     retains: bool
-    """Whether evidence is kept in the clear for operators."""
+    """Whether evidence is kept unblurred for operators."""
     closing: bool
     on_batch: Callable[[list[Job], list[GuardReport], float], None] | None
 
@@ -122,12 +127,12 @@ class Drawing(Protocol):
 
 
 class Worker:
-    """Owns the pipeline. `submit` never blocks; a full queue says so."""
+    """Draws with one pipeline in one thread. `submit` never blocks; a full queue raises Overloaded."""
 
     def __init__(self, guard: GuardPaint, pipe: Any, call: dict[str, Any], settings: Settings) -> None:
         self.guard, self.pipe, self.call, self.settings = guard, pipe, dict(call), settings
         if guard.config.mode != "enforce":
-            raise BadConfig(f"the guard's mode is {guard.config.mode}; a service needs one that enforces")
+            raise BadConfig(f"the guard's mode is {guard.config.mode}; a service needs mode=enforce")
         size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
         native = (size, int(call.get("width") or size))
         self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), native)
@@ -142,14 +147,14 @@ class Worker:
         self.thread = threading.Thread(target=self.work, name="guardpaint-worker", daemon=True)
         self.thread.start()
 
-    # From outside ------------------------------------------------------------------------------------------
+    # Called from other threads ---------------------------------------------------------------------------
 
     def submit(self, jobs: list[Job]) -> None:
         with self.ready:
             if self.closing or not self.thread.is_alive():
                 raise Overloaded("the service is closing")
             if len(self.waiting) + len(jobs) > self.settings.queue:
-                raise Overloaded(f"{len(self.waiting)} pictures wait already")
+                raise Overloaded(f"{len(self.waiting)} pictures are waiting already; try again later")
             self.waiting.extend(jobs)
             self.ready.notify()
 
@@ -172,18 +177,18 @@ class Worker:
         return await asyncio.to_thread(catches, self.guard, bad)
 
     def change_policy(self, policy: Policy, by: str) -> None:
-        """From the next batch on; a change that cannot be put on record is not made."""
+        """Use another policy from the next batch on. A change that cannot be logged is not made."""
         if policy.last_resort[-1] == "keep" and "released_flagged" not in self.shown:
-            raise BadConfig("last_resort ends in keep: a running service does not begin to release flagged pictures")
+            raise BadConfig(KEEP_REFUSED)
         with self.changing:
-            fresh = self.guard.configured(policy=policy)
-            if fresh.audit_log is not None:
-                fresh.audit_log.append([{"policy": policy.to_dict(), "by": by}], kind="event")
+            guard = self.guard.configured(policy=policy)
+            if guard.audit_log is not None:
+                guard.audit_log.append([{"policy": policy.to_dict(), "by": by}], kind="event")
             with self.ready:
-                self.guard = fresh
+                self.guard = guard
 
     def close(self, patience: float = 60.0) -> None:
-        """No new work; what runs may finish, what waits fails."""
+        """Take no more jobs, fail the waiting ones, and wait for the running batch."""
         with self.ready:
             self.closing = True
             left = list(self.waiting)
@@ -193,9 +198,10 @@ class Worker:
             settle(job, error=Overloaded("the service is closing"))
         self.thread.join(patience)
 
-    # In the thread -----------------------------------------------------------------------------------------
+    # Run in the worker's thread --------------------------------------------------------------------------
 
     def work(self) -> None:
+        """Draw batch after batch until the worker is closed."""
         while True:
             with self.ready:
                 while not self.waiting and not self.closing:
@@ -207,7 +213,7 @@ class Worker:
                 self.run(batch)
 
     def gather(self) -> list[Job]:
-        """The longest waiting job and those like it."""
+        """The next batch: the job that has waited longest and others with equal settings."""
         deadline = time.monotonic() + self.settings.linger
         with self.ready:
             while len(self.waiting) < self.settings.batch and not self.closing:
@@ -234,6 +240,7 @@ class Worker:
             return batch
 
     def run(self, batch: list[Job]) -> None:
+        """Draw a batch and settle its jobs."""
         guard, began = self.guard, time.monotonic()
         try:
             images, reports = self.draw(guard, batch)
@@ -241,23 +248,24 @@ class Worker:
             for job in batch:
                 settle(job, error=Cancelled())
             return
-        except Exception as error:  # fail closed: every picture of the batch gets the error, none a picture
+        except Exception as error:  # fail closed: every job of the batch gets the error
             for job in batch:
                 settle(job, error=error)
             return
         finally:
             self.busy = 0
             self.batches += 1
-        if self.on_batch is not None:  # before the answers: who reads /metrics after an answer finds it counted
+        if self.on_batch is not None:  # before the jobs are settled, so that /metrics counts an answered request
             try:
                 self.on_batch(batch, reports, time.monotonic() - began)
             except Exception:  # counting and tracing must never stop the worker
-                log.exception("accounting of a batch failed")
+                log.exception("a batch could not be counted or traced")
         for job, image, report in zip(batch, images, reports, strict=True):
-            tell(job, report)
+            send_audits(job, report)
             settle(job, Done(image if report.status in self.shown else None, report))
 
     def draw(self, guard: GuardPaint, batch: list[Job]) -> tuple[list[Image.Image], list[GuardReport]]:
+        """The pictures and reports of a batch."""
         ask = batch[0].ask
         twin = guard.attach(self.pipe)
         call = {**self.call, "num_inference_steps": ask.steps, "guidance_scale": ask.guidance}
@@ -272,7 +280,7 @@ class Worker:
         return list(out.images), list(out.safety)
 
     def watch(self, guard: GuardPaint, batch: list[Job], ask: Ask) -> Callable[..., dict[str, Any]]:
-        """Ends the batch when nobody waits; sends audits and blurred previews to those who asked."""
+        """A step callback that sends audits and previews, and stops the batch when nobody waits for it."""
         family = family_of(self.pipe)
         factor = self.pipe.vae_scale_factor
         shape = (ask.size[0] // factor, ask.size[1] // factor)
@@ -282,7 +290,7 @@ class Worker:
                 raise Cancelled
             if any(job.on_audit is not None for job in batch):
                 for job, report in zip(batch, guard.so_far(), strict=False):
-                    tell(job, report)
+                    send_audits(job, report)
             wanted = [i for i, job in enumerate(batch) if job.on_step is not None and not job.gone.is_set()]
             if wanted:
                 z = family.unpack(kwargs["latents"].detach(), shape)[wanted].float()
@@ -298,12 +306,13 @@ class Worker:
 
 
 def default_latents(pipe: Any) -> int:
+    """Latent side that the denoiser was made for."""
     net = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
     return int(getattr(net.config, "sample_size", None) or 16)
 
 
 def catches(guard: GuardPaint, bad: Image.Image) -> bool:
-    """Whether a picture known to be bad is flagged."""
+    """Whether the guard flags a picture that is known to be unsafe; an error counts as no."""
     try:
         audit = guard.audit_image(from_pil(bad), None)
     except Exception:

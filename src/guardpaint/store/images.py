@@ -32,7 +32,7 @@ def load_image(path: str | Path) -> Image.Image:
 
 
 def load_bytes(data: bytes, name: str) -> Image.Image:
-    """The same for a picture that was sent."""
+    """Decode an image from bytes, as `load_image` does; `name` is used in error messages."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

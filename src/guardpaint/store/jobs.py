@@ -1,4 +1,4 @@
-"""One function over many jobs: here, in several processes, or on a Ray cluster."""
+"""Runs one function over many jobs: in this process, in several processes, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int = 1, ray: bool = False) -> Iterator[R]:
-    """Results as they come. `work` must be importable; each process works with one thread."""
+    """Yield the results in the order they finish. `work` must be importable; each process uses one thread."""
     if ray and jobs:
         yield from on_cluster(work, jobs)
     elif processes == 1 or len(jobs) < 2:
@@ -43,13 +43,13 @@ def on_cluster(work: Callable[[J], R], jobs: Sequence[J]) -> Iterator[R]:
         raise BadInput("--ray needs Ray: pip install 'guardpaint[ray]'") from error
 
     rows = ray.data.from_items([{"job": pickle.dumps(j)} for j in jobs], override_num_blocks=len(jobs))
-    for row in rows.map(partial(done, work=work)).iter_rows():
-        yield pickle.loads(row["made"])
+    for row in rows.map(partial(run_row, work=work)).iter_rows():
+        yield pickle.loads(row["result"])
 
 
-def done(row: dict[str, Any], work: Callable[[Any], Any]) -> dict[str, Any]:
-    """Jobs and results travel as bytes: a table's columns would not keep their types."""
-    return {"made": pickle.dumps(work(pickle.loads(row["job"])))}
+def run_row(row: dict[str, Any], work: Callable[[Any], Any]) -> dict[str, Any]:
+    """Run one job. Jobs and results are pickled, because the columns of a table would change their types."""
+    return {"result": pickle.dumps(work(pickle.loads(row["job"])))}
 
 
 def one_thread() -> None:

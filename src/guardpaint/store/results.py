@@ -35,7 +35,7 @@ def metric(
     note: str = "",
     sure: bool = False,
 ) -> dict[str, Any]:
-    """One metric; `goal` like '<=0.04' decides `met`, by the whole interval if it must be sure."""
+    """One metric. `met` says whether the value meets a goal like '<=0.04', or with `sure` the whole interval."""
     row: dict[str, Any] = {"value": value, "n": n}
     if ci is not None:
         row["ci"] = list(ci)
@@ -142,7 +142,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def command() -> str:
-    """What was typed, as anybody could type it."""
+    """The command line of this process, without paths of this machine."""
     program, *rest = sys.argv
     start = ["guardpaint"] if Path(program).name == "guardpaint" else ["python", relative(program)]
     return " ".join([*start, *map(relative, rest)])

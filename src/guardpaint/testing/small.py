@@ -1,7 +1,7 @@
 """Small random-initialised instances of the real diffusers classes.
 
 They stand in wherever weights do not matter: tests and `guardpaint doctor`'s self-test.
-Their pictures are noise; what is real is every seam between guard and pipeline.
+Their pictures are noise, but the guard meets the same classes and calls as in a real pipeline.
 """
 
 from __future__ import annotations

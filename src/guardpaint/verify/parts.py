@@ -30,7 +30,7 @@ class Parts:
     ranker: Ranker | None = None
     """Prunes candidates after a preview when `config.keep` asks for it."""
     observer: Callable[[Any], None] | None = None
-    """Is given every `Tournament` before it is played; what it raises fails the image closed."""
+    """Called with every `Tournament` before it is played; if it raises, the image fails closed."""
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One auditor pass. A score that is missing or not a number is an error, never a pass."""
@@ -40,12 +40,12 @@ class Parts:
         return audits
 
     def finding(self, audit: Audit, progress: float) -> Finding | None:
-        """What the policy and the calibration for this progress make of an audit."""
+        """The finding of the policy, with the thresholds calibrated for this progress; None if the audit is benign."""
         calibration = self.config.calibration
         return self.policy.finding(audit, None if calibration is None else calibration.at(progress).thresholds)
 
     def first_size(self, progress: float) -> int:
-        """Pixels of the pass that every audited step makes."""
+        """Size in pixels of the first audit of a step."""
         coarse, fine = self.auditor.sizes
         if self.config.resolution == "paper":
             return fine if progress >= 0.65 else coarse
@@ -53,7 +53,7 @@ class Parts:
 
     @property
     def fine_size(self) -> int:
-        """Pixels of the pass that confirms a trigger and shows where."""
+        """Size in pixels of the audit that confirms a trigger and localises it."""
         return self.auditor.sizes[1]
 
 
