@@ -109,7 +109,7 @@ def test_exit_codes(tmp_path):
     assert missing.returncode == 1 and "no-such-base" in missing.stderr and "Traceback" not in missing.stderr
     assert run("generate", "x", "--guard", tmp_path / "nothing").returncode == 1
     own = run("generate", "x", "--base", tmp_path)
-    assert own.returncode == 1 and "the embedded guard knows" in own.stderr
+    assert own.returncode == 1 and "the embedded guard only knows" in own.stderr
     assert run("generate", "y" * 30_000).returncode == 1
     many = run("generate", "x", "--steps", "5000", "--out", tmp_path)
     assert many.returncode == 1 and "5000" in many.stderr and "Traceback" not in many.stderr

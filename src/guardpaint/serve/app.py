@@ -224,8 +224,8 @@ def create_app(service: Service) -> FastAPI:
                 source.cancel()
                 ended = [f for f in waits if f.done()]
                 if not ended:
-                    error = problem("the request took too long", "server_error", "timeout")["error"]
-                    yield event({"type": "error", "status": 504, "error": error})
+                    detail = problem("the request took too long", "server_error", "timeout")["error"]
+                    yield event({"type": "error", "status": 504, "error": detail})
                     return
                 for future in ended:
                     i = waits.pop(future)
