@@ -36,6 +36,13 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     assert asked <= have, asked - have
 
 
+def test_the_container_installs_the_package_of_the_base_it_serves():
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = {line.split()[1] for line in text.splitlines() if line.startswith("COPY")}
+    assert '"--base", "mini-sd"' in text and "packages/paperdolls" in copied and "./packages/paperdolls" in text
+    assert all((DEPLOY.parent / name).exists() for name in ("src", "constraints.txt", "packages/paperdolls"))
+
+
 def test_commands_in_the_files_are_known():
     from typer.testing import CliRunner
 
