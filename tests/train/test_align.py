@@ -202,7 +202,7 @@ def test_bands_tell_errors_by_noise(data):
         ({"cap": "none"}, "cap='none'"),
         ({"reference": "old"}, "reference='old'"),
         ({"rank": 0}, "rank=0"),
-        ({"mixture": (1, 2)}, "of three counts"),
+        ({"mixture": (1, 2)}, r"mixture=\(1, 2\) three counts"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -212,7 +212,7 @@ def test_bad_options_are_named(options, message):
 
 # Alarms ------------------------------------------------------------------------------------------------------
 
-FINE = alignment_watch.Seen(100, 0.8, 0.8, 0.2, 0.5, 0.01, 0.9, 0.0, 1.0, 0.9, 0.85, 0.0, 0.1)
+FINE = alignment_watch.Measurement(100, 0.8, 0.8, 0.2, 0.5, 0.01, 0.9, 0.0, 1.0, 0.9, 0.85, 0.0, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_bad_config_files(tmp_path, text):
 
 def test_a_rate_that_yaml_reads_as_text_is_explained(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {}\ntrain: {steps: 1, batch_size: 1, learning_rate: 1e-3}\n")
-    with pytest.raises(BadConfig, match=r"learning_rate='1e-3' is text; YAML reads 1e-3 so, write 1.0e-3"):
+    with pytest.raises(BadConfig, match=r"learning_rate='1e-3' is text; YAML takes 1e-3 for text, so write 1.0e-3"):
         load_config(tmp_path / "c.yaml", dict)
 
 

@@ -233,7 +233,7 @@ def test_a_proposer_learns_on_line(states, guard):
 
 
 def test_a_proposer_needs_a_guard_to_play(played, tmp_path):
-    with pytest.raises(BadInput, match="needs --guard"):
+    with pytest.raises(BadInput, match="needs `--set guard=DIR`"):
         train_proposer.run(config(tmp_path, {"mode": "online"}), played, tmp_path / "run", None)
     with pytest.raises(BadConfig, match="mode='both'"):
         train_proposer.ProposerTraining(mode="both")

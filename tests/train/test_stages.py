@@ -118,7 +118,7 @@ def test_a_run_does_not_change_its_config_on_the_way(lines, tmp_path):
     stages.execute(stages.make_plan("plain", tmp_path / "run"), 0.0, print, quiet=True)
     other = {"stages": [{**FILE["stages"][0], "model": {"goal": 2.0}}]}
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(other))
-    with pytest.raises(BadConfig, match="began with another `model`"):
+    with pytest.raises(BadConfig, match="started with another `model`"):
         stages.execute(stages.make_plan(str(tmp_path / "plain.yaml"), tmp_path / "run"), None, print, quiet=True)
 
 
