@@ -112,9 +112,9 @@ def test_a_rate_that_yaml_reads_as_text_is_explained(tmp_path):
 
 
 def test_a_card_tells_where_its_model_started(tmp_path):
-    done = {"step": 3, "minutes": 1.0, "config": {"seed": 7}}
+    note = {"step": 3, "minutes": 1.0, "config": {"seed": 7}}
     for name, warm in (("first", None), ("second", tmp_path / "first" / "model"), ("third", tmp_path / "none")):
-        write_card(tmp_path / name, f"train {name}", done, warm)
+        write_card(tmp_path / name, f"train {name}", note, warm)
     read = lambda name: json.loads((tmp_path / name / "model" / "card.json").read_text())  # noqa: E731
     assert read("second")["starts_from"] == read("first") and "starts_from" not in read("third")
 
