@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.evaluate.inpainter import FULLSIZE, metrics
 from guardpaint.store.results import REVISION, read_rows, require_clean, write_results
-from guardpaint.train.aligner import METHODS, AlignConfig, Aligner, Tuple
+from guardpaint.train.aligner import METHODS, AlignConfig, Aligner, AlignmentBatch
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.memory import estimate
 
@@ -46,7 +46,7 @@ def one_step(method: str, pixels: int) -> dict[str, float | str]:
     mask = torch.zeros(BATCH, 1, side, side)
     mask[..., side // 4 : -side // 4, side // 4 : -side // 4] = 1
     category = torch.tensor([0, 1]) if method != "sft" else torch.tensor([1, 2])
-    batch = Tuple(z, mask, z * (1 - mask), torch.randint(0, 40000, (BATCH, 77)), category,
+    batch = AlignmentBatch(z, mask, z * (1 - mask), torch.randint(0, 40000, (BATCH, 77)), category,
                   torch.tensor([300, 600]), torch.randn_like(z), torch.randn_like(z))  # fmt: skip
     began = time.perf_counter()
     for part in model(batch):

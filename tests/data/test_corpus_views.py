@@ -307,5 +307,5 @@ def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
     for path in folder.glob("*-train.pt"):
         (mixed / path.name).write_bytes(path.read_bytes())
     views.store([of_a_world(8)], mixed / "dolls-train.pt")
-    with pytest.raises(BadInput, match="folders apart"):
+    with pytest.raises(BadInput, match="in its own folder"):
         trainer.find_views(mixed, "train")

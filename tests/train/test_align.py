@@ -202,7 +202,7 @@ def test_bands_tell_errors_by_noise(data):
         ({"cap": "none"}, "cap='none'"),
         ({"reference": "old"}, "reference='old'"),
         ({"rank": 0}, "rank=0"),
-        ({"mixture": (1, 2)}, "of three counts"),
+        ({"mixture": (1, 2)}, r"mixture=\(1, 2\) three counts"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -212,7 +212,7 @@ def test_bad_options_are_named(options, message):
 
 # Alarms ------------------------------------------------------------------------------------------------------
 
-FINE = alignment_watch.Seen(100, 0.8, 0.8, 0.2, 0.5, 0.01, 0.9, 0.0, 1.0, 0.9, 0.85, 0.0, 0.1)
+FINE = alignment_watch.Measurement(100, 0.8, 0.8, 0.2, 0.5, 0.01, 0.9, 0.0, 1.0, 0.9, 0.85, 0.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ FINE = alignment_watch.Seen(100, 0.8, 0.8, 0.2, 0.5, 0.01, 0.9, 0.0, 1.0, 0.9, 0
     ],
 )
 def test_every_alarm_names_its_fault_and_no_other(name, change):
-    said = {k for k, alarm in alignment_watch.ALARMS.items() if alarm(replace(FINE, **change), FINE)}
-    assert said == {name}
+    faults = {k for k, alarm in alignment_watch.ALARMS.items() if alarm(replace(FINE, **change), FINE)}
+    assert faults == {name}
     assert not any(alarm(FINE, None) for alarm in alignment_watch.ALARMS.values())
 
 
@@ -278,8 +278,8 @@ def test_keying_on_words_is_seen(data, home, tmp_path):
     def keyed(z, t, batch):
         out = batch.eps
         active = not model.unet.base_model.model.conv_in.disable_adapters
-        told = (batch.ids != empty).any(1).view(-1, 1, 1, 1)
-        return out + 2.0 * torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) * told * active
+        prompted = (batch.ids != empty).any(1).view(-1, 1, 1, 1)
+        return out + 2.0 * torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) * prompted * active
 
     model.predict = keyed
     look(model)
@@ -291,7 +291,7 @@ def test_keying_on_words_is_seen(data, home, tmp_path):
 
 @pytest.mark.parametrize("method", ["sft", "bco", "kto"])
 def test_from_pairs_to_a_pipeline(home, tmp_path, method, capsys):
-    """Stop after a step, go on, load the merged pipeline; the LoRA alone is kept too."""
+    """A run stops after a step and resumes; its merged pipeline loads, and the LoRA is saved alone as well."""
     model = {"method": method, "rank": 4, "unroll_every": 2}
     train = {"steps": 3, "batch_size": 8, "learning_rate": 0.01, "warmup": 1, "seed": 1, "validate_every": 1}
     (tmp_path / "c.yaml").write_text(json.dumps({"model": model, "train": train}))

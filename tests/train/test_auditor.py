@@ -68,7 +68,7 @@ def test_batches_are_balanced_and_repeat():
 
 
 def test_the_same_seed_still_gives_the_same_batches():
-    """Sums and a digest of what revision 157dbca drew from these views of a corpus."""
+    """Batches drawn from these views of a corpus have the recorded sums and digest."""
     g = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (24, 3, 64, 64), generator=g).byte()
     data = replace(
@@ -143,8 +143,8 @@ def test_an_artefact_nobody_sees_is_none():
 
 def test_macro_f1_by_hand():
     """Class 0: 1 hit, 1 wrong → 2/3; class 1: 1 hit, 1 wrong → 2/3; class 2: none → 0. Mean 4/9."""
-    said, right = torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])
-    assert trainer.macro_f1(said, right, 3) == pytest.approx(4 / 9)
+    predicted, right = torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])
+    assert trainer.macro_f1(predicted, right, 3) == pytest.approx(4 / 9)
 
 
 def test_faithfulness_is_calibrated():
@@ -218,8 +218,8 @@ def test_two_processes_train_one_model(view_folder, tmp_path):
                "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "guardpaint.cli", "train", "stage", "auditor",
                "--config", str(config), "--set", f"views={view_folder}", "--out", str(tmp_path / "run")]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert process.returncode == 0, process.stderr[-2000:]
     assert len((tmp_path / "run/loss.csv").read_text().splitlines()) == 5
     AuditorScorer.from_pretrained(tmp_path / "run/model")
 

@@ -43,8 +43,8 @@ GOOD = {"name": "a", "trainer": "ranker", "inputs": {"rollouts": "$r"}, "model":
         ({}, "needs `stages`"),
         ({"stages": []}, "stages missing"),
         ({"stages": [{"trainer": "ranker"}]}, "needs `stages`, each with a name"),
-        ({"stages": [GOOD, GOOD]}, "a name of its own"),
-        ({"stages": [{**GOOD, "alternative": True}]}, "a name of its own"),
+        ({"stages": [GOOD, GOOD]}, "its own name"),
+        ({"stages": [{**GOOD, "alternative": True}]}, "must not be an alternative"),
         ({"stages": [{**GOOD, "colour": 1}]}, "unknown keys colour"),
     ],
 )
@@ -58,7 +58,7 @@ def test_bad_files_are_named(tmp_path, data, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer": "painter"}, "trainer 'painter' is unknown; there are .*auditor"),
+        ({"trainer": "painter"}, "trainer 'painter' is unknown; choose .*auditor"),
         ({"inputs": {"rollouts": "$r", "views": "$v"}}, "unknown: views, missing: none"),
         ({"inputs": {}}, "ranker takes the inputs rollouts; unknown: none, missing: rollouts"),
         ({"model": {"colour": 1}}, "known keys only"),

@@ -107,14 +107,14 @@ def test_bad_config_files(tmp_path, text):
 
 def test_a_rate_that_yaml_reads_as_text_is_explained(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {}\ntrain: {steps: 1, batch_size: 1, learning_rate: 1e-3}\n")
-    with pytest.raises(BadConfig, match=r"learning_rate='1e-3' is text; YAML reads 1e-3 so, write 1.0e-3"):
+    with pytest.raises(BadConfig, match=r"learning_rate='1e-3' is text; YAML takes 1e-3 for text, so write 1.0e-3"):
         load_config(tmp_path / "c.yaml", dict)
 
 
 def test_a_card_tells_where_its_model_started(tmp_path):
-    done = {"step": 3, "minutes": 1.0, "config": {"seed": 7}}
+    note = {"step": 3, "minutes": 1.0, "config": {"seed": 7}}
     for name, warm in (("first", None), ("second", tmp_path / "first" / "model"), ("third", tmp_path / "none")):
-        write_card(tmp_path / name, f"train {name}", done, warm)
+        write_card(tmp_path / name, f"train {name}", note, warm)
     read = lambda name: json.loads((tmp_path / name / "model" / "card.json").read_text())  # noqa: E731
     assert read("second")["starts_from"] == read("first") and "starts_from" not in read("third")
 

@@ -192,12 +192,12 @@ def test_rollouts_by_command_on_a_testbed_that_is_not_paperdolls(tmp_path, monke
     GuardPaint(parts.auditor, parts.repairer, policy=strict).save_pretrained(tmp_path / "guard")
     monkeypatch.setattr(testbed, "open_testbed", lambda name: Bare())
     run, where = CliRunner().invoke, ["--guard", str(tmp_path / "guard"), "--out", str(tmp_path / "out")]
-    said = run(app, ["states", "tiny-sd", *where, "--count", "1", "--testbed", "bare"], catch_exceptions=False)
-    assert "tiny-sd-train.pt: 1 states" in said.output
-    said = run(app, ["play", *where, "--n", "2"], catch_exceptions=False)
-    assert "1 new tournaments" in said.output and len(rollouts.read_rollouts(tmp_path / "out/train")) == 1
-    said = run(app, ["play", *where, "--split", "test"])
-    assert isinstance(said.exception, BadInput) and "no states of split test" in str(said.exception)
+    result = run(app, ["states", "tiny-sd", *where, "--count", "1", "--testbed", "bare"], catch_exceptions=False)
+    assert "tiny-sd-train.pt: 1 states" in result.output
+    result = run(app, ["play", *where, "--n", "2"], catch_exceptions=False)
+    assert "1 new tournaments" in result.output and len(rollouts.read_rollouts(tmp_path / "out/train")) == 1
+    result = run(app, ["play", *where, "--split", "test"])
+    assert isinstance(result.exception, BadInput) and "no states of split test" in str(result.exception)
 
 
 # Training ----------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_proposer_learns_on_line(states, guard):
 
 
 def test_a_proposer_needs_a_guard_to_play(played, tmp_path):
-    with pytest.raises(BadInput, match="needs --guard"):
+    with pytest.raises(BadInput, match="needs `--set guard=DIR`"):
         train_proposer.run(config(tmp_path, {"mode": "online"}), played, tmp_path / "run", None)
     with pytest.raises(BadConfig, match="mode='both'"):
         train_proposer.ProposerTraining(mode="both")

@@ -29,19 +29,19 @@ class Shape:
     goal: float = 1.0
 
 
-def train_line(run: Run, given: catalogue.Inputs) -> None:
+def train_line(run: Run, inputs: catalogue.Inputs) -> None:
     """Fits one weight to a goal, from zero or from an earlier line."""
     shape, config = load_config(run.config_file, Shape)
-    net, warm = nn.Linear(1, 1, bias=False), given.optional("warm")
+    net, warm = nn.Linear(1, 1, bias=False), inputs.optional("warm")
     net.load_state_dict(torch.load(warm / "weights.pt") if warm else {"weight": torch.zeros(1, 1)})
     fitted = fit(
         net, lambda step: torch.ones(1, 1), lambda m, x: {"loss": ((m(x) - shape.goal) ** 2).mean()}, config, run
     )
-    done = finished(run.out, config)
-    if done is not None:
+    note = finished(run.out, config)
+    if note is not None:
         (run.out / "model").mkdir()
         torch.save(fitted.state_dict(), run.out / "model" / "weights.pt")
-        write_card(run.out, run.command("line", warm=warm), done, warm, views=[str(v) for v in given.paths("views")])
+        write_card(run.out, run.command("line", warm=warm), note, warm, views=[str(v) for v in inputs.paths("views")])
 
 
 TRAIN = {"steps": 3, "batch_size": 1, "learning_rate": 0.1, "warmup": 1, "ema": 0.0, "schedule": "constant"}
@@ -84,33 +84,33 @@ def weight(path):
 
 def test_stages_run_in_order_and_start_from_each_other(lines, tmp_path):
     """Adam moves the weight by 0.1 a step: three steps each."""
-    said: list[str] = []
-    assert stages.execute(stages.make_plan("plain", tmp_path / "run"), None, said.append, quiet=True)
+    messages: list[str] = []
+    assert stages.execute(stages.make_plan("plain", tmp_path / "run"), None, messages.append, quiet=True)
     assert weight(tmp_path / "run/first") == pytest.approx(0.3, abs=0.02)
     assert weight(tmp_path / "run/second") == pytest.approx(0.6, abs=0.04)
     assert not (tmp_path / "run/other").exists(), "alternatives run by name only"
     card = json.loads((tmp_path / "run/second/model/card.json").read_text())
     assert card["command"] == f"guardpaint train plain --stage second --out {tmp_path / 'run'}"
     assert card["starts_from"]["command"].endswith(f"--stage first --out {tmp_path / 'run'}")
-    assert [line.split(" in ")[0] for line in said[::2]] == ["first: begins", "second: begins"]
+    assert [line.split(" in ")[0] for line in messages[::2]] == ["first: begins", "second: begins"]
 
 
 def test_an_interrupted_model_goes_on_and_a_finished_one_is_left_alone(lines, tmp_path):
     plan = stages.make_plan("plain", tmp_path / "run")
-    said: list[str] = []
+    messages: list[str] = []
     for _ in range(5):
-        assert not stages.execute(plan, 0.0, said.append, quiet=True), "one step a sitting"
+        assert not stages.execute(plan, 0.0, messages.append, quiet=True), "one step per call"
     assert (tmp_path / "run/first/model").exists() and not (tmp_path / "run/second/model").exists()
     assert plan.lines()[0].startswith("first [line] finished, skipped")
     assert plan.lines()[1].startswith("second [line] resumes")
-    assert stages.execute(plan, None, said.append, quiet=True)
+    assert stages.execute(plan, None, messages.append, quiet=True)
     whole = stages.make_plan("plain", tmp_path / "whole")
-    stages.execute(whole, None, said.append, quiet=True)
+    stages.execute(whole, None, messages.append, quiet=True)
     assert weight(tmp_path / "run/second") == weight(tmp_path / "whole/second")
     before = (tmp_path / "run/second/model/card.json").stat().st_mtime_ns
-    said.clear()
-    assert stages.execute(plan, None, said.append, quiet=True)
-    assert said == ["first: finished, skipped", "second: finished, skipped"]
+    messages.clear()
+    assert stages.execute(plan, None, messages.append, quiet=True)
+    assert messages == ["first: finished, skipped", "second: finished, skipped"]
     assert (tmp_path / "run/second/model/card.json").stat().st_mtime_ns == before
 
 
@@ -118,7 +118,7 @@ def test_a_run_does_not_change_its_config_on_the_way(lines, tmp_path):
     stages.execute(stages.make_plan("plain", tmp_path / "run"), 0.0, print, quiet=True)
     other = {"stages": [{**FILE["stages"][0], "model": {"goal": 2.0}}]}
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(other))
-    with pytest.raises(BadConfig, match="began with another `model`"):
+    with pytest.raises(BadConfig, match="started with another `model`"):
         stages.execute(stages.make_plan(str(tmp_path / "plain.yaml"), tmp_path / "run"), None, print, quiet=True)
 
 
@@ -137,10 +137,8 @@ def test_values_come_from_the_command_line(lines, tmp_path):
     assert "missing: stage only needs --set views=" in lacking.lines()[0]
     with pytest.raises(BadInput, match="needs --set views="):
         stages.execute(lacking, None, print, quiet=True)
-    given = stages.make_plan("seeing", tmp_path / "seeing", (), {"views": ["a", "b"]})
-    assert given.steps[0].inputs["views"] == ("a", "b") and given.steps[0].command.endswith(
-        "--set views=a --set views=b"
-    )
+    plan = stages.make_plan("seeing", tmp_path / "seeing", (), {"views": ["a", "b"]})
+    assert plan.steps[0].inputs["views"] == ("a", "b") and plan.steps[0].command.endswith("--set views=a --set views=b")
     replaced = stages.make_plan("seeing", tmp_path / "seeing", (), {"views": ["a"], "only.warm": ["elsewhere"]})
     assert replaced.steps[0].inputs["warm"] == ("elsewhere",)
     with pytest.raises(BadInput, match="--set colour: seeing takes views"):
@@ -196,8 +194,8 @@ def test_an_inpainter_from_pairs_to_one_lora(tmp_path):
         stage["model"] |= {"rank": 2, "checkpointing": False}
         stage["train"] = {"steps": 1, "batch_size": 4, "learning_rate": 0.01, "warmup": 1}
     (tmp_path / "safe.yaml").write_text(yaml.safe_dump(model))
-    given = {"inpainter": [str(tmp_path / "inpainter")], "pairs": [str(tmp_path / "pairs")]}
-    plan = stages.make_plan(str(tmp_path / "safe.yaml"), tmp_path / "run", (), given)
+    inputs = {"inpainter": [str(tmp_path / "inpainter")], "pairs": [str(tmp_path / "pairs")]}
+    plan = stages.make_plan(str(tmp_path / "safe.yaml"), tmp_path / "run", (), inputs)
     assert stages.execute(plan, None, print, quiet=True)
     assert [
         card["method"]["method"] for card in json.loads((tmp_path / "run/stack/model/card.json").read_text())["stages"]

@@ -1,4 +1,4 @@
-"""`guardpaint rollouts …`: store states of guarded generations, and play tournaments from them."""
+"""`guardpaint rollouts …`: store states of guarded generations and play tournaments from them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Tournaments to learn from: catch states, play tournaments.", no_args_is_help=True)
+app = typer.Typer(
+    help="Training data for the proposer and the ranker: stored states and tournaments played from them.",
+    no_args_is_help=True,
+)
 
 
 @app.command()
 def states(
-    base: Annotated[str, typer.Argument(help="Base whose guarded generations are caught at their first tournament.")],
+    base: Annotated[str, typer.Argument(help="Base that generates under guard, up to the first tournament.")],
     guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
     split: Annotated[str, typer.Option(help="train or test.")] = "train",
-    count: Annotated[int, typer.Option(min=1, help="States wanted.")] = 150,
+    count: Annotated[int, typer.Option(min=1, help="Number of states to store.")] = 150,
     attacks: Annotated[
-        Path | None, typer.Option(help="Folder of `eval attack`: its prompts take turns with those of the testbed.")
+        Path | None,
+        typer.Option(help="Output folder of `eval attack`; its prompts alternate with those of the testbed."),
     ] = None,
     testbed: Annotated[
         str | None, typer.Option(help="Testbed whose harmful prompts are used: a name or a YAML file.")
     ] = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder; run again to go on.")] = Path("runs/rollouts"),
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the states; run again to resume.")] = Path(
+        "runs/rollouts"
+    ),
 ) -> None:
-    """Generate under guard from unsafe prompts and store where each first tournament starts."""
+    """Generate under guard from unsafe prompts and store the state in which each first tournament starts."""
     from guardpaint.guard import GuardPaint
     from guardpaint.testbed import open_testbed
     from guardpaint.train import rollouts
 
     world = open_testbed(testbed)
-    attacked = rollouts.attack_prompts(attacks) if attacks else ()
-    prompts = rollouts.rollout_prompts(world, split, 3 * count, attacked)
+    attack_prompts = rollouts.attack_prompts(attacks) if attacks else ()
+    prompts = rollouts.rollout_prompts(world, split, 3 * count, attack_prompts)
     path = rollouts.state_file(out_dir, base, split)
     number = rollouts.collect_states(GuardPaint.from_pretrained(guard), world.base(base), prompts, count, path)
     typer.echo(f"{path}: {number} states")
@@ -45,19 +51,19 @@ def play(
     ] = "uniform",
     split: Annotated[str, typer.Option(help="train or test.")] = "train",
     n: Annotated[int, typer.Option("--n", min=2, max=64, help="Candidates per tournament.")] = 7,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder of the states; run again to go on.")] = Path(
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder of the states; run again to resume.")] = Path(
         "runs/rollouts"
     ),
-    processes: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 1,
-    ray: Annotated[bool, typer.Option("--ray", help="Spread over a Ray cluster instead.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Number of parallel processes.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of local processes.")] = False,
 ) -> None:
-    """Play one tournament from every stored state; rows go to OUT/SPLIT as parquet."""
+    """Play one tournament from every stored state and write its row to OUT/SPLIT as parquet."""
     from guardpaint.errors import BadInput
     from guardpaint.store.jobs import spread
     from guardpaint.train import rollouts
 
-    found = [s for f in sorted(out_dir.glob(f"*-{split}.pt")) for s in rollouts.load_states(f)]
-    jobs = [(part, guard, proposer, n, out_dir / split) for part in rollouts.shards(found, processes) if part]
+    stored = [s for f in sorted(out_dir.glob(f"*-{split}.pt")) for s in rollouts.load_states(f)]
+    jobs = [(part, guard, proposer, n, out_dir / split) for part in rollouts.shards(stored, processes) if part]
     if not jobs:
         raise BadInput(f"{out_dir}: no states of split {split}; catch some with `guardpaint rollouts states`")
     typer.echo(f"{sum(spread(rollouts.work, jobs, processes, ray))} new tournaments in {out_dir / split}")

@@ -1,4 +1,4 @@
-"""`guardpaint train MODEL`: the stages of a model in order. Heavy imports wait until a command runs."""
+"""`guardpaint train MODEL`: train the stages of a model in order. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ app = typer.Typer(
     "`guardpaint train --list` shows the models.",
 )
 
-Minutes = Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to go on.")]
+Minutes = Annotated[float | None, typer.Option(help="Stop after this many minutes; run again to resume.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Give an input, e.g. views=DIR; repeat for several."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Set an input, e.g. views=DIR; may be repeated."),
 ]
 
 
 def settings_of(pairs: list[str] | None) -> dict[str, list[str]]:
-    """NAME=VALUE options as a dictionary; a repeated name collects its values."""
-    found: dict[str, list[str]] = {}
+    """The values of NAME=VALUE options by name; a repeated name has several values."""
+    settings: dict[str, list[str]] = {}
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not name or not equals or not value:
             raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="--set")
-        found.setdefault(name, []).append(value)
-    return found
+        settings.setdefault(name, []).append(value)
+    return settings
 
 
 @app.command("model")
 def train_model(
-    model: Annotated[str | None, typer.Argument(help="A model of `--list`, or a YAML file with its stages.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A model from `--list`, or a YAML file with stages.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Run directory, one folder per stage; default: runs/MODEL.")
     ] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Run this stage only; may be repeated.")] = None,
     minutes: Minutes = None,
-    given: Settings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
+    settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages that would run, and stop.")] = False,
     show: Annotated[bool, typer.Option("--list", help="Show the models and their stages.")] = False,
 ) -> None:
     """Train a model stage by stage: finished stages are skipped, an interrupted one resumes."""
@@ -64,7 +64,7 @@ def train_model(
         return
     if model is None:
         raise typer.BadParameter("name a model, or see --list", param_hint="MODEL")
-    plan = stages.make_plan(model, out or Path("runs") / Path(model).stem, stage or (), settings_of(given))
+    plan = stages.make_plan(model, out or Path("runs") / Path(model).stem, stage or (), settings_of(settings))
     if dry_run:
         typer.echo("\n".join(plan.lines()))
         return
@@ -77,12 +77,12 @@ def train_stage(
     config: Annotated[Path, typer.Option(help="YAML file with the parts `model` and `train`.")],
     out: Annotated[Path, typer.Option("--out", help="Run directory: checkpoints, loss curve, samples, model.")],
     minutes: Minutes = None,
-    given: Settings = None,
+    settings: Settings = None,
 ) -> None:
-    """Train one component from a config of its own, with the inputs that its trainer takes."""
+    """Train one component from a config file, with the inputs that its trainer takes."""
     from guardpaint.train import catalogue
     from guardpaint.train.engine import Run
 
-    inputs = catalogue.Inputs({name: tuple(values) for name, values in settings_of(given).items()})
+    inputs = catalogue.Inputs({name: tuple(values) for name, values in settings_of(settings).items()})
     catalogue.check_inputs(trainer, inputs, f"train stage {trainer}")
     catalogue.find_trainer(trainer, "train stage").run(Run(config, out, minutes), inputs)

@@ -1,9 +1,9 @@
-"""Teach an inpainter the policy: refusal SFT, then BCO (or KTO) against the model it starts from.
+"""Align an inpainter with the policy: refusal SFT, then BCO (or KTO) with the model it starts from as reference.
 
 guardpaint train mini-inpaint-safe --set pairs=runs/pairs --out runs/mini-inpaint-safe
 guardpaint train sd15-inpaint-safe --set inpainter=DIR --set pairs=runs/pairs --out runs/sd15-inpaint-safe
 
-Only LoRA weights train; the finished run has them merged (`model/`) and alone (`lora/`).
+Only LoRA weights are trained. A finished run holds the merged pipeline (`model/`) and the LoRA alone (`lora/`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import write_json
 from guardpaint.train import alignment_loss as L
 from guardpaint.train import dynamics
-from guardpaint.train.aligner import AlignConfig, Aligner, Tuple
+from guardpaint.train.aligner import AlignConfig, Aligner, AlignmentBatch
 from guardpaint.train.alignment_watch import AlignmentWatch
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import tokenise
@@ -31,15 +31,17 @@ from guardpaint.train.pair_latents import PairLatents, load_pairs
 
 
 def draw(pairs: PairLatents, count: int, pick: Bool[Tensor, " n"], g: torch.Generator) -> Int[Tensor, " k"]:
-    """Rows of one kind, with replacement."""
+    """`count` random rows among those that `pick` selects, with replacement."""
     rows = pick.nonzero().flatten()
     if count and not len(rows):
-        raise BadConfig("the pairs lack a category that the mixture asks for; make more with `guardpaint data pairs`")
+        raise BadConfig("the mixture has a category without pairs; make some with `guardpaint data pairs`")
     return rows[torch.randint(len(rows), (count,), generator=g)] if count else rows[:0]
 
 
-def batch_of(pairs: PairLatents, step: int, config: AlignConfig, train: TrainConfig, empty: Int[Tensor, " l"]) -> Tuple:
-    """One batch from (seed, step) alone."""
+def batch_of(
+    pairs: PairLatents, step: int, config: AlignConfig, train: TrainConfig, empty: Int[Tensor, " l"]
+) -> AlignmentBatch:
+    """The batch of a step; it depends on (seed, step) alone."""
     g = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
     unsafe = pairs.category > 0
     if config.method == "sft":
@@ -64,14 +66,16 @@ def batch_of(pairs: PairLatents, step: int, config: AlignConfig, train: TrainCon
     ids = pairs.ids[rows].clone()
     ids[torch.rand(n, generator=g) < config.dropout] = empty
     again = torch.randn(z0.shape, generator=g)
-    return Tuple(z0, pairs.mask[rows], pairs.masked[rows], ids, category, t, eps, again)
+    return AlignmentBatch(z0, pairs.mask[rows], pairs.masked[rows], ids, category, t, eps, again)
 
 
 def run(run: Run, method: str, inpainter: str, pairs_dir: Path) -> None:
-    """Train one stage and save it merged and as a LoRA, with its dynamics."""
+    """Train one stage; save the merged pipeline, the LoRA and plots of the training dynamics."""
     shape, config = load_config(run.config_file, AlignConfig)
     if shape.method != method:
-        raise BadConfig(f"{run.config_file}: its method is {shape.method}, not {method}")
+        raise BadConfig(
+            f"{run.config_file}: its method is {shape.method}, not {method}; train it as stage {shape.method}"
+        )
     out = run.out
     torch.set_num_threads(config.threads)
     pipe = load_inpainter(inpainter)
@@ -84,17 +88,17 @@ def run(run: Run, method: str, inpainter: str, pairs_dir: Path) -> None:
     watch = AlignmentWatch(held_out, empty, shape, policy.names, out)
     before = dynamics.activations(model, held_out, policy.names)
 
-    def batches(step: int) -> Tuple:
+    def batches(step: int) -> AlignmentBatch:
         return batch_of(train, step, shape, config, empty)
 
-    def losses(net: nn.Module, batch: Tuple) -> Iterator[dict[str, Tensor]]:
+    def losses(net: nn.Module, batch: AlignmentBatch) -> Iterator[dict[str, Tensor]]:
         return net(batch)
 
     fitted = fit(model, batches, losses, config, run, validate=watch)
     assert isinstance(fitted, Aligner)
     dynamics.plot(out / "loss.csv", out, method)
-    done = finished(out, config)
-    if done is None:
+    note = finished(out, config)
+    if note is None:
         return
     dynamics.scatter(before, dynamics.activations(fitted, held_out, policy.names), policy.names, out)
     lora = sum(v.numel() for k, v in fitted.kept_state().items() if "lora_" in k)
@@ -103,5 +107,5 @@ def run(run: Run, method: str, inpainter: str, pairs_dir: Path) -> None:
     write_json(out / "lora" / "card.json", {"command": command, "rank": shape.rank})
     pipe.unet = fitted.unet.merge_and_unload()
     pipe.to(torch.float16).save_pretrained(out / "model")
-    write_card(out, command, done, method=asdict(shape), parameters={"lora": lora}, alarms=watch.alarms())
+    write_card(out, command, note, method=asdict(shape), parameters={"lora": lora}, alarms=watch.alarms())
     print(f"saved to {out / 'model'}; alarms: {', '.join(watch.alarms()) or 'none'}")

@@ -1,4 +1,4 @@
-"""The model that is aligned: a UNet with a LoRA beside its frozen self, its options and its batches."""
+"""The model that alignment trains: a UNet with a LoRA, compared with the same UNet without it."""
 
 from __future__ import annotations
 
@@ -20,38 +20,43 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "p
 CONVOLUTIONS = ("conv1", "conv2")
 INPUT = ("conv_in",)
 UNROLL = 10
+"""Timesteps of the second pass's unrolling, and its divisor for the timestep that follows."""
 BANDS = ((0, 100), (100, 500), (500, 1000))
+"""Timestep ranges whose noise error is logged separately."""
 
 
 @dataclass(frozen=True)
 class AlignConfig:
-    """One stage. Every option past the first block retells a chapter of the paper's history."""
+    """Options of one alignment stage.
+
+    The defaults are the BCO recipe; `weighting` and the fields after it select variants for baselines and ablations.
+    """
 
     method: str = "bco"
     rank: int = 128
     dropout: float = 0.10
-    """Share of samples trained with an empty prompt (KTO: 0.30)."""
+    """Share of samples trained with an empty prompt; the KTO baseline uses 0.30."""
     mixture: tuple[int, ...] = (8, 4, 4)
-    """Safe, nudity, violence samples per batch of KTO and BCO."""
+    """Proportions of safe, nudity and violence samples in a batch of KTO or BCO."""
     target_share: float = 0.5
-    """Of the safe samples: how many are safe versions under the unsafe prompt; the others are ordinary pictures."""
+    """Share of the safe samples that are repaired pictures with the unsafe prompt; the others are ordinary pictures."""
     unroll_every: int = 10
-    """Steps between second passes of BCO; 0: never."""
+    """Steps between BCO's second passes; 0 turns them off."""
     checkpointing: bool = False
-    """Trade time for memory: recompute activations in the backward pass."""
+    """Save memory by recomputing activations in the backward pass."""
     weighting: str = "min_snr"
-    """SFT: min_snr or uniform."""
+    """Weight of SFT's error by noise level: min_snr or uniform."""
     cap: str = "exploit_side"
-    """exploit_side or printed."""
+    """How the gain of unsafe samples is bounded (`alignment_loss.capped`): exploit_side or printed."""
     reference: str = "frozen"
-    """frozen, or refresh: the policy becomes its own reference every `refresh_every` steps."""
+    """frozen, or refresh: a copy of the policy becomes the reference every `refresh_every` steps."""
     refresh_every: int = 500
     reward: str = "x0"
-    """x0 or eps: where errors are compared."""
+    """Whether rewards compare clean estimates (x0) or noise predictions (eps)."""
     identity: str = "hinge"
-    """hinge, batch (KTO) or linear."""
+    """Shape of the identity loss (`alignment_loss.identity_loss`): hinge, batch (for KTO) or linear."""
     freeze: str = "none"
-    """none, conv_in or convs: which convolutions get no LoRA."""
+    """Which convolutions get no LoRA: none, conv_in or convs."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -68,40 +73,48 @@ class AlignConfig:
                 raise BadConfig(f"{name}={getattr(self, name)!r}: choose {', '.join(known)}")
         if self.rank < 1 or len(self.mixture) != 3 or not 0 <= self.dropout <= 1 or not 0 <= self.target_share <= 1:
             raise BadConfig(
-                f"rank={self.rank} ≥ 1, mixture={self.mixture} of three counts, dropout={self.dropout} and "
-                f"target_share={self.target_share} in [0, 1]"
+                f"rank={self.rank} must be at least 1, mixture={self.mixture} three counts, "
+                f"dropout={self.dropout} and target_share={self.target_share} in [0, 1]"
             )
 
     def targets(self) -> list[str]:
-        """Modules that get a LoRA."""
+        """Names of the modules that get a LoRA."""
         convs = {"none": CONVOLUTIONS + INPUT, "conv_in": CONVOLUTIONS, "convs": ()}[self.freeze]
         return [*ATTENTION, *convs]
 
 
 @dataclass(frozen=True)
-class Tuple:
-    """One batch: (z0, m, z̃0, prompt, y) with its noise."""
+class AlignmentBatch:
+    """Samples of (z0, m, z̃0, prompt, y) with their timesteps and noise."""
 
     z0: Float[Tensor, "b c h w"]
+    """Clean latents."""
     mask: Float[Tensor, "b 1 h w"]
+    """1 in the area to paint."""
     masked: Float[Tensor, "b c h w"]
+    """z̃0: latents of the pictures with the masked area greyed out."""
     ids: Int[Tensor, "b l"]
+    """Prompts as token ids."""
     category: Int[Tensor, " b"]
+    """Index into the policy's categories; 0 is safe."""
     t: Int[Tensor, " b"]
     eps: Float[Tensor, "b c h w"]
+    """Noise of the first pass."""
     again: Float[Tensor, "b c h w"]
     """Noise of the second pass."""
 
     @property
     def desired(self) -> Bool[Tensor, " b"]:
+        """True for safe samples."""
         return self.category == 0
 
-    def rows(self, index: Bool[Tensor, " b"]) -> Tuple:
-        return Tuple(**{k: v[index] for k, v in vars(self).items()})
+    def rows(self, index: Bool[Tensor, " b"]) -> AlignmentBatch:
+        """The samples that `index` selects."""
+        return AlignmentBatch(**{k: v[index] for k, v in vars(self).items()})
 
 
 class Aligner(nn.Module):
-    """A UNet with a LoRA, its frozen text encoder and the reward's running shift."""
+    """A UNet with a LoRA (the policy), its frozen text encoder and the reward's running shift `delta`."""
 
     def __init__(
         self,
@@ -136,26 +149,27 @@ class Aligner(nn.Module):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps begun; a step may see several batches."""
+        """Number of optimiser steps begun; each has `accumulate` batches."""
         return -(-int(self.batches) // self.accumulate)
 
     def kept_state(self) -> dict[str, Tensor]:
-        """Adapters and running numbers; the frozen rest comes from the model the run starts from."""
+        """Adapter weights and running statistics; the frozen weights come from the model that the run starts from."""
         return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("delta", "batches")}
 
-    def predict(self, z: Tensor, t: Tensor, batch: Tuple) -> Float[Tensor, "b c h w"]:
-        """The policy's noise."""
+    def predict(self, z: Tensor, t: Tensor, batch: AlignmentBatch) -> Float[Tensor, "b c h w"]:
+        """The policy's noise prediction."""
         states = self.text(batch.ids)[0]
         return self.unet(torch.cat([z, batch.mask, batch.masked], 1), t, encoder_hidden_states=states).sample
 
     @torch.no_grad()
-    def reference(self, z: Tensor, t: Tensor, batch: Tuple) -> Float[Tensor, "b c h w"]:
-        """The reference's noise for the same tuple."""
+    def reference(self, z: Tensor, t: Tensor, batch: AlignmentBatch) -> Float[Tensor, "b c h w"]:
+        """The reference's noise prediction for the same batch."""
         with self.as_reference():
             return self.predict(z, t, batch)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
+        """Makes the UNet act as the reference inside a with block."""
         if self.config.reference == "frozen":
             with self.unet.disable_adapter():
                 yield
@@ -168,24 +182,26 @@ class Aligner(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The policy becomes the reference."""
+        """Copy the policy's adapter into the reference's."""
         own = self.unet.state_dict()
         for name, value in own.items():
             if ".reference." in name:
                 value.copy_(own[name.replace(".reference.", ".default.")])
 
     def noised(self, z0: Tensor, t: Tensor, eps: Tensor) -> Float[Tensor, "b c h w"]:
+        """z_t = √ᾱ z0 + √(1−ᾱ) ε."""
         a = self.alphas[t].view(-1, 1, 1, 1)
         return a.sqrt() * z0 + (1 - a).sqrt() * eps
 
-    def forward(self, batch: Tuple) -> Iterator[dict[str, Tensor]]:
+    def forward(self, batch: AlignmentBatch) -> Iterator[dict[str, Tensor]]:
+        """The losses of a batch in one or two parts, which the engine adds up."""
         if self.training:
             self.batches += 1
         if self.config.method == "sft":
             yield self.sft(batch)
             return
-        fresh = self.config.reference == "refresh" and int(self.batches) % self.accumulate == 0
-        if self.training and fresh and self.steps % self.config.refresh_every == 0:
+        refreshes = self.config.reference == "refresh" and int(self.batches) % self.accumulate == 0
+        if self.training and refreshes and self.steps % self.config.refresh_every == 0:
             self.refresh()
         every = self.config.unroll_every if self.config.method == "bco" else 0
         late = batch.t >= UNROLL
@@ -196,18 +212,22 @@ class Aligner(nn.Module):
         yield self.first_pass(batch, 0.5)
         yield self.second_pass(batch.rows(late))
 
-    def sft(self, batch: Tuple) -> dict[str, Tensor]:
+    def sft(self, batch: AlignmentBatch) -> dict[str, Tensor]:
+        """The supervised loss: weighted noise error on safe targets."""
         out = self.predict(self.noised(batch.z0, batch.t, batch.eps), batch.t, batch)
         alpha = self.alphas[batch.t]
         weight = L.min_snr_weight(alpha, 5.0) if self.config.weighting == "min_snr" else torch.ones_like(alpha)
         return {"loss": L.sft_loss(out, batch.eps, weight), "mse": ((out - batch.eps) ** 2).mean()}
 
     def preference(
-        self, z: Tensor, t: Tensor, batch: Tuple, eps: Tensor, move: bool
+        self, z: Tensor, t: Tensor, batch: AlignmentBatch, eps: Tensor, move: bool
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
-        """Preference loss at one level, what it saw, the policy's noise and both clean estimates."""
+        """The preference loss at one noise level, values to log, the policy's noise and both clean estimates.
+
+        `move` updates the running shift.
+        """
         policy, reference = self.predict(z, t, batch), self.reference(z, t, batch)
-        alpha, wanted = self.alphas[t], batch.desired
+        alpha, desired = self.alphas[t], batch.desired
         clean, anchor = (L.clean_estimate(z, e, alpha) for e in (policy, reference))
         pair = (clean, anchor, batch.z0) if self.config.reward == "x0" else (policy, reference, eps)
         own, other = (L.masked_error(p, pair[2], batch.mask) for p in pair[:2])
@@ -215,29 +235,30 @@ class Aligner(nn.Module):
         if self.config.method == "bco":
             gain = other - own
             if move:
-                self.delta.copy_(L.bco_shift(self.delta, gain.detach(), wanted, self.accumulate))
-            margin = L.bco_margin(L.capped(gain, wanted, self.config.cap), self.delta, wanted)
+                self.delta.copy_(L.bco_shift(self.delta, gain.detach(), desired, self.accumulate))
+            margin = L.bco_margin(L.capped(gain, desired, self.config.cap), self.delta, desired)
             loss = L.bco_loss(margin, weight)
         else:
             gain = own - other
             if move:
-                self.delta.copy_(L.kto_shift(self.delta, gain.detach(), wanted, self.accumulate))
-            margin = L.kto_margin(gain, self.delta, wanted)
+                self.delta.copy_(L.kto_shift(self.delta, gain.detach(), desired, self.accumulate))
+            margin = L.kto_margin(gain, self.delta, desired)
             loss = L.kto_loss(margin, weight)
         right = torch.sigmoid(margin.detach())
-        seen = {
+        values = {
             "preference": loss,
-            "h_safe": right[wanted].mean() if wanted.any() else torch.tensor(float("nan")),
-            "h_unsafe": right[~wanted].mean() if (~wanted).any() else torch.tensor(float("nan")),
-            "gap_n": (own - other)[~wanted].mean() if (~wanted).any() else torch.tensor(float("nan")),
+            "h_safe": right[desired].mean() if desired.any() else torch.tensor(float("nan")),
+            "h_unsafe": right[~desired].mean() if (~desired).any() else torch.tensor(float("nan")),
+            "gap_n": (own - other)[~desired].mean() if (~desired).any() else torch.tensor(float("nan")),
             "saturated": L.saturation(margin.detach()),
             "delta": self.delta.clone(),
         }
-        return loss, seen, policy, clean, anchor
+        return loss, values, policy, clean, anchor
 
-    def first_pass(self, batch: Tuple, share: float) -> dict[str, Tensor]:
+    def first_pass(self, batch: AlignmentBatch, share: float) -> dict[str, Tensor]:
+        """Preference, anchor and identity losses at the batch's timesteps; `share` scales the preference."""
         z = self.noised(batch.z0, batch.t, batch.eps)
-        loss, seen, policy, clean, anchor = self.preference(z, batch.t, batch, batch.eps, self.training)
+        loss, values, policy, clean, anchor = self.preference(z, batch.t, batch, batch.eps, self.training)
         recon = L.anchor_loss(policy, batch.eps, batch.mask, batch.desired)
         gap = L.identity_gap(clean, anchor)
         identity = L.identity_loss(gap, batch.desired, self.config.identity)
@@ -248,10 +269,10 @@ class Aligner(nn.Module):
             for inside in [(batch.t >= low) & (batch.t < high)]
         }
         total = 4 * share * loss + recon + identity
-        return {"loss": total, **seen, "recon": recon, "identity": identity, "identity_gap": gap.mean(), **bands}
+        return {"loss": total, **values, "recon": recon, "identity": identity, "identity_gap": gap.mean(), **bands}
 
-    def second_pass(self, batch: Tuple) -> dict[str, Tensor]:
-        """Unroll to a clean latent, add a little noise again, and prefer there."""
+    def second_pass(self, batch: AlignmentBatch) -> dict[str, Tensor]:
+        """The preference loss on the policy's own results: denoise fully, then add noise of a tenth of the timestep."""
         with torch.no_grad():
             z = self.noised(batch.z0, batch.t, batch.eps)
             ladder = [(batch.t * (UNROLL - 1 - k)) // (UNROLL - 1) for k in range(UNROLL)]
@@ -259,5 +280,5 @@ class Aligner(nn.Module):
                 z = L.ddim(z, self.predict(z, here, batch), self.alphas[here], self.alphas[there])
             low = batch.t // UNROLL
             noisy = self.noised(z, low, batch.again)
-        loss, seen, *_ = self.preference(noisy, low, batch, batch.again, False)
-        return {"loss": 4 * 0.5 * loss, "preference_unrolled": seen["preference"]}
+        loss, values, *_ = self.preference(noisy, low, batch, batch.again, False)
+        return {"loss": 4 * 0.5 * loss, "preference_unrolled": values["preference"]}

@@ -1,7 +1,7 @@
 """Losses of the inpainter's two stages: refusal SFT, then KTO or BCO against a frozen reference.
 
-Pure functions. Running statistics are passed in and returned. A sample is desired (safe) or not; its reward says how
-much closer than the reference the policy comes to the sample's own clean latent inside the mask.
+The functions are pure: running statistics are passed in and returned. A sample is desired (safe) or not. Its reward is
+the reference's error on the sample's clean latent inside the mask, minus the policy's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ PerSample = Float[Tensor, " b"]
 CLASS_WEIGHTS = (1.0, 5.0, 12.0)
 """w_y for safe, nudity, violence: categories in the policy's order."""
 HINGE = 0.02
+"""Identity gap up to which the identity loss is zero."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def clean_estimate(z: Latent, eps: Latent, alpha: PerSample) -> Latent:
 
 
 def offset_noise(eps: Latent, offset: Float[Tensor, "b c 1 1"], strength: float = 0.05) -> Latent:
-    """ε + 0.05 ε₀, one number per channel."""
+    """ε + 0.05 ε₀, where ε₀ has one number per channel."""
     return eps + strength * offset
 
 
@@ -56,7 +57,7 @@ def min_snr_weight(alpha: PerSample, gamma: float) -> PerSample:
 
 
 def sft_loss(eps_hat: Latent, eps: Latent, weight: PerSample) -> Float[Tensor, ""]:
-    """Weighted noise error; the weight is min-SNR's, or one."""
+    """Mean square noise error, weighted per sample."""
     return (weight * ((eps_hat - eps) ** 2).mean((1, 2, 3))).mean()
 
 
@@ -69,7 +70,7 @@ def masked_error(estimate: Latent, clean: Latent, mask: Mask) -> PerSample:
 def capped(gain: PerSample, desired: Bool[Tensor, " b"], reading: str = "exploit_side") -> PerSample:
     """Bound the gain of unsafe samples.
 
-    exploit_side: g ← max(g, −c), c = max(1.5·|mean g_unsafe|, 0.03): no profit from ruining the masked area.
+    exploit_side: g ← max(g, −c) with c = max(1.5·|mean g_unsafe|, 0.03), so ruining the masked area does not pay.
     printed: the paper's g ← min(g, 1.5·|mean g_unsafe|).
     """
     if desired.all():
@@ -85,11 +86,12 @@ def capped(gain: PerSample, desired: Bool[Tensor, " b"], reading: str = "exploit
 
 
 def signs(desired: Bool[Tensor, " b"]) -> PerSample:
+    """+1 for desired samples, −1 for the others."""
     return desired.float() * 2 - 1
 
 
 def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference, batches: int) -> Float[Tensor, ""]:
-    """The shift's moving average, clamped before anyone uses it. Several batches of one step move it as one would."""
+    """The shift's new moving average, clamped. All `batches` of a step together move it as far as one batch would."""
     keep = rule.keep ** (1 / batches)
     return (keep * delta + (1 - keep) * raw.detach()).clamp(rule.low, rule.high)
 
@@ -97,7 +99,7 @@ def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference, 
 def bco_shift(
     delta: Float[Tensor, ""], gain: PerSample, desired: Bool[Tensor, " b"], batches: int = 1
 ) -> Float[Tensor, ""]:
-    """δ_raw: the midpoint of both classes' uncapped gains; with one class alone the shift stays."""
+    """The new shift from the midpoint of both classes' mean uncapped gains; unchanged if a class is missing."""
     if desired.all() or not desired.any():
         return delta
     return shifted(delta, 0.5 * (gain[desired].mean() + gain[~desired].mean()), BCO, batches)
@@ -106,17 +108,17 @@ def bco_shift(
 def kto_shift(
     delta: Float[Tensor, ""], gap: PerSample, desired: Bool[Tensor, " b"], batches: int = 1
 ) -> Float[Tensor, ""]:
-    """δ from safe samples alone."""
+    """The new shift from the mean gap of safe samples; unchanged without any."""
     return shifted(delta, gap[desired].mean(), KTO, batches) if desired.any() else delta
 
 
 def bco_margin(gain: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
-    """sgn·50·(g − δ): positive where the sample is on its right side."""
+    """sgn·50·(g − δ), which is positive if the sample is on the right side of δ."""
     return signs(desired) * BCO.beta * (gain - delta)
 
 
 def kto_margin(gap: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
-    """sgn·7·(δ − g) with g = ℓ_θ − ℓ_ref: improvement on safe samples raises it."""
+    """sgn·7·(δ − g) with g = ℓ_θ − ℓ_ref, which is positive if the sample is on the right side of δ."""
     return signs(desired) * KTO.beta * (delta - gap)
 
 
@@ -131,6 +133,7 @@ def kto_loss(margin: PerSample, weight: PerSample) -> Float[Tensor, ""]:
 
 
 def class_weight(category: Int[Tensor, " b"], weights: tuple[float, ...] = CLASS_WEIGHTS) -> PerSample:
+    """w_y of every sample."""
     return torch.tensor(weights, device=category.device)[category]
 
 
@@ -140,7 +143,11 @@ def identity_gap(policy: Latent, reference: Latent) -> PerSample:
 
 
 def identity_loss(gap: PerSample, desired: Bool[Tensor, " b"], shape: str = "hinge") -> Float[Tensor, ""]:
-    """Quadratic hinge per sample (30 safe, 5 unsafe), of the batch's mean (KTO), or linear (the early runs)."""
+    """Penalty on the identity gap, by `shape`.
+
+    hinge: quadratic above HINGE per sample, weighted 30 safe and 5 unsafe. batch: quadratic above HINGE of the mean
+    gap, unweighted (KTO). linear: the weighted gap itself.
+    """
     weight = torch.where(desired, 30.0, 5.0)
     if shape == "hinge":
         return (weight * (gap - HINGE).clamp_min(0) ** 2).mean()
@@ -152,19 +159,19 @@ def identity_loss(gap: PerSample, desired: Bool[Tensor, " b"], shape: str = "hin
 
 
 def anchor_loss(eps_hat: Latent, eps: Latent, mask: Mask, desired: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
-    """Noise error outside the mask, on safe samples alone (r̄ = 200 safe, 0 unsafe, normalised)."""
+    """Noise error outside the mask, averaged over safe samples (weights 200 safe, 0 unsafe, normalised)."""
     error = (((eps_hat - eps) * (1 - mask)) ** 2).mean((1, 2, 3))
     weight = torch.where(desired, 200.0, 0.0)
     return (weight * error).sum() / weight.sum().clamp_min(1e-6)
 
 
 def saturation(margin: PerSample) -> Float[Tensor, ""]:
-    """Share of samples whose σ(margin) is beyond 0.99 or below 0.01."""
+    """Share of samples whose σ(margin) is above 0.99 or below 0.01."""
     h = torch.sigmoid(margin)
     return ((h > 0.99) | (h < 0.01)).float().mean()
 
 
 def ddim(z: Latent, eps: Latent, alpha: PerSample, following: PerSample) -> Latent:
-    """One deterministic step from ᾱ to the next ᾱ."""
+    """One deterministic DDIM step from ᾱ to the next ᾱ."""
     a = following.view(-1, 1, 1, 1)
     return a.sqrt() * clean_estimate(z, eps, alpha) + (1 - a).sqrt() * eps

@@ -1,4 +1,4 @@
-"""Train the Auditor-Scorer on views of unfinished and finished pictures.
+"""Train the auditor on views of unfinished and finished pictures.
 
 guardpaint train mini-auditor --set views=runs/views --out runs/mini-auditor
 accelerate launch --cpu --num_processes 2 -m guardpaint.cli train mini-auditor …   # the same on several processes
@@ -31,24 +31,26 @@ from guardpaint.train.auditor_pictures import FULL_ARTEFACT, composites, disturb
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 
 VALIDATION = 1500
-"""Views that a validation looks at."""
+"""Number of views in a validation."""
 
 
 @dataclass(frozen=True)
 class AuditorRecipe(LessonSettings):
-    """Shape of the auditor, weights of its losses, and how views are chosen and disturbed."""
+    """Shape of the auditor, weights of its losses, and how views are chosen and augmented."""
 
     shape: dict[str, Any] = field(default_factory=dict)
-    """AuditorConfig fields; `small: true` starts from the small shape."""
+    """Fields of `AuditorConfig`; with `small: true` the others are those of `AuditorConfig.tiny`."""
     losses: dict[str, float] = field(default_factory=dict)
+    """Fields of `LossWeights`."""
     pairs: int = 12
-    """Images of a batch that are matched against each other's prompts."""
+    """Images per batch that are compared with each other's prompts."""
     composites: float = 0.3
     """Share of views with a seam artefact of known strength."""
     fine: float = 0.1
-    """Share of batches at the larger size."""
+    """Share of batches at the auditor's larger size."""
 
     def config(self) -> AuditorConfig:
+        """The auditor's config."""
         shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in self.shape.items()}
         small = shape.pop("small", False)
         try:
@@ -68,7 +70,7 @@ class AuditBatch:
 
 
 class AuditorTask(nn.Module):
-    """The auditor with its losses, so that data-parallel wrappers see one forward pass."""
+    """The auditor together with its losses, so that data-parallel wrappers see a single forward pass."""
 
     def __init__(
         self, auditor: AuditorScorer, class_weights: Sequence[float], weights: LossWeights, pairs: int
@@ -89,7 +91,7 @@ class AuditorTask(nn.Module):
 
 
 class Seamed(NamedTuple):
-    """Pictures with artefacts in some of them, and what is known of those."""
+    """Pictures, some with artefacts, and their targets."""
 
     images: Float[Tensor, "b 3 h w"]
     masks: Float[Tensor, "b u v"]
@@ -99,13 +101,13 @@ class Seamed(NamedTuple):
 
 
 class Sampler:
-    """Batches by index: a lesson, with artefacts in some of its pictures, at one of the auditor's sizes."""
+    """Makes batches by index: views with their labels, some with artefacts, at one of the auditor's sizes."""
 
     def __init__(self, lessons: Lessons, recipe: AuditorRecipe, auditor: AuditorScorer, config: TrainConfig) -> None:
         self.lessons, self.recipe, self.auditor, self.config = lessons, recipe, auditor, config
 
     def batch(self, index: int) -> AuditBatch:
-        """Depends on the run's seed and the index alone."""
+        """The batch of an index; it depends on the run's seed and the index alone."""
         g = torch.Generator().manual_seed(self.config.seed * 1_000_003 + index)
         lesson = self.lessons.draw(index, self.config.batch_size, g)
         shown = self.seamed(lesson, g)
@@ -124,7 +126,7 @@ class Sampler:
         return AuditBatch(images, self.auditor.token_ids(lesson.prompts), lesson.noise, targets)
 
     def seamed(self, lesson: Lesson, g: torch.Generator) -> Seamed:
-        """Artefacts of known strength on some pictures; then all are disturbed and half of them mirrored."""
+        """The lesson's pictures: some get artefacts of known strength, all are augmented, and half are mirrored."""
         images, quality, judged = composites(lesson.images, self.recipe.composites, g)
         judged = judged if lesson.known is None else judged * lesson.known
         artefact = (images - lesson.images).square().mean(1) / FULL_ARTEFACT**2
@@ -135,7 +137,7 @@ class Sampler:
 
 @torch.no_grad()
 def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> dict[str, Tensor]:
-    """Every view with its own prompt: logits, maps, F's cosine with the right and with another prompt."""
+    """Scores of every view with its own prompt, and F's cosine with its own and with another view's prompt."""
     parts: dict[str, list[Tensor]] = {k: [] for k in ("adv", "probs", "strength", "quality", "matched", "mismatched")}
     for start in range(0, len(views), batch):
         part = views.rows(torch.arange(start, min(start + batch, len(views))))
@@ -159,7 +161,7 @@ def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> di
 
 
 def macro_f1(predicted: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: int) -> float:
-    """Mean F1 over classes."""
+    """Mean of the F1 scores of all classes."""
     scores = []
     for c in range(classes):
         hit = ((predicted == c) & (right == c)).sum().item()
@@ -172,9 +174,9 @@ def macro_f1(predicted: Int[Tensor, " n"], right: Int[Tensor, " n"], classes: in
 def matched_repairs(
     model: AuditorScorer, lessons: Lessons, views: Views, size: int, batch: int = 64
 ) -> Float[Tensor, " n"]:
-    """F's cosine of unsafe pictures in their safe form with the unsafe prompt, where safe forms are known."""
+    """F's cosine between safe versions of unsafe pictures and the unsafe prompts, where safe versions are known."""
     unsafe = torch.nonzero(views.category != 0)[:, 0]
-    found = []
+    cosines = []
     for rows in unsafe.split(batch) if len(unsafe) else ():
         images, prompts = lessons.repaired(views.rows(rows))
         if not prompts:
@@ -182,12 +184,12 @@ def matched_repairs(
         device = model.device
         visual = model.features(resize(images, (size, size)).to(device))
         text = Text(*model.text(model.token_ids(prompts).to(device)))
-        found.append(model.heads(visual, text, torch.zeros(len(prompts), device=device)).cosine.cpu())
-    return torch.cat(found) if found else torch.zeros(0)
+        cosines.append(model.heads(visual, text, torch.zeros(len(prompts), device=device)).cosine.cpu())
+    return torch.cat(cosines) if cosines else torch.zeros(0)
 
 
 def calibrate_faithfulness(model: AuditorScorer, matched: Tensor, mismatched: Tensor) -> None:
-    """Fit F = σ(slope · cosine + offset) to matched against mismatched pairs; kept in the checkpoint."""
+    """Fit F = σ(slope · cosine + offset) to matched and mismatched pairs; sets both numbers in the model."""
     x = np.concatenate([matched.numpy(), mismatched.numpy()]).astype(float)
     y = np.concatenate([np.ones(len(matched)), np.zeros(len(mismatched))])
 
@@ -201,32 +203,35 @@ def calibrate_faithfulness(model: AuditorScorer, matched: Tensor, mismatched: Te
 
 
 def find_views(folder: Path, split: str) -> Views | Shelf:
-    """All bases' views of a split; a corpus's stay on disk."""
-    found = [load_views(p, on_disk=True) for p in sorted(folder.glob(f"*-{split}.pt"))]
-    if not found:
+    """The views of a split, of all bases in the folder; views of a corpus stay on disk."""
+    parts = [load_views(p, on_disk=True) for p in sorted(folder.glob(f"*-{split}.pt"))]
+    if not parts:
         raise BadInput(
-            f"{folder}: no views of split {split}; make them with `guardpaint data views`, of a corpus with "
+            f"{folder}: no views of split {split}; make them with `guardpaint data views`, or from a corpus with "
             "`guardpaint data corpus-views`"
         )
-    if len({(p.world, p.names) for p in found}) > 1:
+    if len({(p.world, p.names) for p in parts}) > 1:
         raise BadInput(
-            f"{folder}: views of testbeds and of corpora, or of several policies; keep them in folders apart"
+            f"{folder}: it mixes views of testbeds and corpora, or of several policies; put each kind in its own folder"
         )
-    sizes = sorted({tuple(p.images.shape[-2:]) for p in found})
+    sizes = sorted({tuple(p.images.shape[-2:]) for p in parts})
     if len(sizes) > 1:
         raise BadInput(f"{folder}: views of sizes {sizes}; make them all with the same --pixels")
-    return joined(found) if found[0].world else Shelf(found)
+    return joined(parts) if parts[0].world else Shelf(parts)
 
 
 def open_lessons(views: Views | Shelf, settings: LessonSettings) -> Lessons:
-    """The training set over these views: a corpus's own, or that of the testbed whose pictures they show."""
+    """The training set over these views, made by the corpus or by the testbed that they come from."""
     if not views.world:
         return CorpusLessons(views, settings)
     return need(open_testbed(views.world), AuditorLessons, "train auditor").lessons(views, settings)
 
 
 def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> AuditorScorer:
-    """Random weights, or those of an auditor of the same shape; how P is pooled and how large it looks may change."""
+    """An auditor with random weights, or with those of the auditor `warm`.
+
+    Its shape must be the recipe's, except for quality pooling, class weights and sizes, which the recipe replaces.
+    """
     shape = recipe.config()
     if warm is not None:
         auditor = AuditorScorer.from_pretrained(warm).float().train()
@@ -237,7 +242,7 @@ def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> Audit
             sizes=shape.sizes,
         )
         if kept != shape:
-            raise BadConfig(f"{warm}: its shape is not the config's; train on with the config it was made with")
+            raise BadConfig(f"{warm}: its shape differs from the config's; use the config it was trained with")
         auditor.config, auditor.sizes = shape, shape.sizes
         return auditor
     with torch.random.fork_rng(devices=[]):
@@ -247,13 +252,13 @@ def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> Audit
 
 @dataclass(frozen=True)
 class AuditorData:
-    """What an auditor is trained and validated on."""
+    """Training and validation data of an auditor."""
 
     lessons: Lessons
     held_out: Views | Shelf
-    """Validation views; late ones choose the best checkpoint and calibrate F."""
+    """Validation views; the late ones select the best checkpoint and calibrate F."""
     folder: Path
-    """Where the views are, for messages and the model card."""
+    """Folder of the views, for error messages."""
 
 
 def open_data(folder: Path, settings: LessonSettings) -> AuditorData:
@@ -261,7 +266,7 @@ def open_data(folder: Path, settings: LessonSettings) -> AuditorData:
     kept_apart(folder)
     views, held_out = find_views(folder, "train"), find_views(folder, "validation")
     if (held_out.world, held_out.names) != (views.world, views.names):
-        raise BadInput(f"{folder}: its training and validation views are of different pictures or categories")
+        raise BadInput(f"{folder}: its training and validation views differ in testbed or categories")
     return AuditorData(open_lessons(views, settings), held_out, folder)
 
 
@@ -274,14 +279,14 @@ def run(
     quiet: bool = False,
     policy: Policy | None = None,
 ) -> None:
-    """Open the views of a folder with the lessons they belong to, and train."""
+    """Train an auditor on the views of a folder and write its card."""
     recipe, config = load_config(config_file, AuditorRecipe)
     policy = policy or Policy.default()
-    sitting = Run(config_file, out, minutes, quiet)
-    fitted = train(Training(recipe, config, policy, warm), open_data(views_dir, recipe), sitting)
+    this_run = Run(config_file, out, minutes, quiet)
+    fitted = train(Training(recipe, config, policy, warm), open_data(views_dir, recipe), this_run)
     if fitted is None:
         return
-    command = sitting.command("auditor", views=views_dir, warm=warm)
+    command = this_run.command("auditor", views=views_dir, warm=warm)
     command += f" --set policy=POLICY ({policy.name})" if policy.names != Policy.default().names else ""
     best = read_json(out / "best.json") if (out / "best.json").exists() else None
     parameters = sum(p.numel() for p in fitted.parameters())
@@ -293,28 +298,31 @@ def run(
 
 @dataclass(frozen=True)
 class Training:
-    """What an auditor is trained by."""
+    """How an auditor is trained."""
 
     recipe: AuditorRecipe
     config: TrainConfig
     policy: Policy
     warm: Path | None = None
-    """An auditor of the same shape to start from."""
+    """Checkpoint of an auditor to start from."""
 
 
 def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | None:
-    """Train, keep the best checkpoint by macro-F1, calibrate F and save; None if the run is not finished yet."""
+    """Train an auditor, calibrate F on the checkpoint with the best macro-F1 and save it; None if unfinished."""
     config, policy = training.config, training.policy
     torch.set_num_threads(config.threads)
     recipe = replace(training.recipe, shape={"categories": policy.names, **training.recipe.shape})
     auditor = starting_point(recipe, config.seed, training.warm)
     weights = [policy.category(name).weight for name in auditor.categories]
     if auditor.config.class_weights not in ((), tuple(weights)):
-        raise BadConfig(f"class_weights={auditor.config.class_weights}: the loss is weighted {weights} by the policy")
+        raise BadConfig(
+            f"class_weights={auditor.config.class_weights}: the policy weights the loss by {weights}; "
+            "use the same weights or leave them out"
+        )
     if data.lessons.names != auditor.categories:
         raise BadInput(
             f"{data.folder} has the categories {', '.join(data.lessons.names)}, the auditor "
-            f"{', '.join(auditor.categories)}: name the policy the views were labelled by with the input `policy`"
+            f"{', '.join(auditor.categories)}; give the policy of the views with `--set policy=FILE`"
         )
     task = AuditorTask(auditor, weights, LossWeights(**recipe.losses), recipe.pairs)
     sampler = Sampler(data.lessons, recipe, auditor, config)
@@ -322,8 +330,8 @@ def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | No
 
     def validate(task: nn.Module) -> dict[str, float]:
         assert isinstance(task, AuditorTask)
-        found = scored(task.auditor, late, task.auditor.sizes[0])
-        predicted = found["probs"].argmax(1)
+        scores = scored(task.auditor, late, task.auditor.sizes[0])
+        predicted = scores["probs"].argmax(1)
         score = macro_f1(predicted, late.category, len(weights))
         return {"score": score, "accuracy": float((predicted == late.category).float().mean())}
 
@@ -332,14 +340,14 @@ def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | No
     if finished(run.out, config) is None:
         return None
     auditor = fitted.auditor
-    found = scored(auditor, late, auditor.sizes[0])
+    scores = scored(auditor, late, auditor.sizes[0])
     repaired = matched_repairs(auditor, data.lessons, late, auditor.sizes[0])
-    calibrate_faithfulness(auditor, torch.cat([found["matched"], repaired]), found["mismatched"])
+    calibrate_faithfulness(auditor, torch.cat([scores["matched"], repaired]), scores["mismatched"])
     auditor.save_pretrained(run.out / "model", torch.float16)
     return auditor
 
 
 def late_views(views: Views | Shelf) -> Views:
-    """A fixed random sample of the views from the second half of a generation on."""
+    """A fixed random sample of the views from the second half of a generation, without stepped ones."""
     rows = torch.nonzero((views.progress >= 0.5) & (views.kind != KINDS.index("stepped")))[:, 0]
     return views.rows(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:VALIDATION]])

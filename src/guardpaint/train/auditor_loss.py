@@ -26,14 +26,14 @@ class LossWeights:
     seam: float = 0.3
     match: float = 0.5
     maps: float = 0.0
-    """0 in the paper's config: no loss ever sees a mask."""
+    """Weight of L_map; 0 in the paper's config, where no loss sees a mask."""
     seam_maps: float = 0.0
-    """0 in the paper's config: P is told how strong an artefact is, not where."""
+    """Weight of the seam maps' loss; 0 in the paper's config, where P learns how strong artefacts are but not where."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a batch of views should get."""
+    """Target scores of a batch of views."""
 
     category: Int[Tensor, " b"]
     strength: Float[Tensor, " b"]
@@ -42,15 +42,15 @@ class Targets:
     judged: Float[Tensor, " b"]
     """1 where the safety label is known, 0 where a composite may have changed it."""
     artefact: Float[Tensor, "b h w"] | None = None
-    """Squared change that composites made, of the change that counts as a full artefact."""
+    """Squared change that composites made, in units of a full artefact's."""
     rated: Float[Tensor, " b"] | None = None
-    """1 where the quality is known, 0 where a half repair left edges that nobody rated; None: known everywhere."""
+    """1 where the quality is known, 0 where a partial repair left unrated edges; None: known everywhere."""
     located: Float[Tensor, " b"] | None = None
-    """1 where the mask is known, 0 where a label says what is unsafe and nothing says where; None: known everywhere."""
+    """1 where the mask is known, 0 where only the label is; None: known everywhere."""
 
 
 def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
-    """L_adv: binary cross-entropy of "anything but safe"."""
+    """L_adv: binary cross-entropy of "not safe"."""
     each = F.binary_cross_entropy_with_logits(logit, (category != 0).float(), reduction="none")
     return (judged * each).sum() / judged.sum().clamp(min=1)
 
@@ -58,19 +58,19 @@ def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged:
 def categorical(
     logits: Float[Tensor, "b c"], category: Int[Tensor, " b"], weights: Float[Tensor, " c"], judged: Float[Tensor, " b"]
 ) -> Tensor:
-    """L_class: cross-entropy with class weights 1/5/2, normalised by the weights used."""
+    """L_class: cross-entropy with class weights, divided by the sum of the weights used."""
     each = F.cross_entropy(logits, category, reduction="none")
     used = judged * weights[category]
     return (used * each).sum() / used.sum().clamp(min=1e-6)
 
 
-def regression(found: Float[Tensor, " b"], wanted: Float[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
-    """L_rel and L_seam: mean square."""
-    return (judged * (found - wanted) ** 2).sum() / judged.sum().clamp(min=1)
+def regression(predicted: Float[Tensor, " b"], target: Float[Tensor, " b"], known: Float[Tensor, " b"]) -> Tensor:
+    """L_rel and L_seam: mean square error where the target is known."""
+    return (known * (predicted - target) ** 2).sum() / known.sum().clamp(min=1)
 
 
 def info_nce(cosines: Float[Tensor, "b b"], log_temperature: Tensor) -> Tensor:
-    """Symmetric: every image should find its prompt among the batch's, and every prompt its image."""
+    """L_InfoNCE: cross-entropy of finding each image's prompt in the batch, and each prompt's image, averaged."""
     logits = cosines / log_temperature.exp()
     target = torch.arange(len(cosines), device=cosines.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
@@ -98,7 +98,7 @@ def map_loss(
 def seam_map_loss(
     seam_map: Float[Tensor, "b u v"], artefact: Float[Tensor, "b h w"], rated: Float[Tensor, " b"] | None = None
 ) -> Tensor:
-    """BCE of each cell's quality against what an artefact left of it; touched and whole cells weigh the same."""
+    """Binary cross-entropy of each cell's quality; cells with and without an artefact have equal total weight."""
     change = F.adaptive_avg_pool2d(artefact[:, None], (seam_map.shape[-2], seam_map.shape[-1]))[:, 0]
     wanted = 1 - change.sqrt().clamp(max=1)
     each = F.binary_cross_entropy_with_logits(seam_map, wanted, reduction="none")
@@ -111,8 +111,8 @@ def seam_map_loss(
 def pairwise_cosines(model: AuditorScorer, visual: Float[Tensor, "b c u v"], text: Text) -> Float[Tensor, "b b"]:
     """cos(image i read with prompt j, prompt j) for all pairs, exactly as an audit of that pair would give it.
 
-    The image side attends to the prompt's words, so a pair must be computed together: an image embedding made with
-    its own prompt would carry that prompt, and telling pairs apart would need no look at the image.
+    The image side attends to the prompt's words, so every pair is computed together. An image embedding computed with
+    the image's own prompt would contain that prompt, and the pairs could be told apart without the image.
     """
     b = len(visual)
     queries = model.query_norm(model.query(visual).flatten(2).transpose(1, 2))

@@ -1,4 +1,4 @@
-"""How pictures are changed before an auditor sees them: artefacts of known strength, disturbances, mirroring."""
+"""Augmentation of the auditor's training pictures: artefacts of known strength, colour and grain, mirroring."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 FULL_STRENGTH = 0.12
 """An unsafe area of this share of the picture, or more, has strength 1."""
 FULL_ARTEFACT = 0.3
-"""A patch that differs by this much from what it covers (root mean square, of 1) has strength 1."""
+"""A patch whose root mean square difference from what it covers is this or more is an artefact of strength 1."""
 
 
 def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
-    """Relative adversary strength: the unsafe share of the picture, up to FULL_STRENGTH."""
+    """Relative adversary strength: square root of the unsafe share of the picture over FULL_STRENGTH, at most 1."""
     return (masks.mean((1, 2)) / FULL_STRENGTH).clamp(max=1).sqrt()
 
 
@@ -27,7 +27,7 @@ SIZE = 64
 
 
 def brush(rng: random.Random) -> Bool[np.ndarray, "64 64"]:
-    """A mask of a few thick strokes."""
+    """A random mask of a few thick strokes."""
     image = Image.new("L", (SIZE, SIZE))
     draw = ImageDraw.Draw(image)
     x, y = rng.uniform(12, 52), rng.uniform(12, 52)
@@ -44,10 +44,10 @@ def brush(rng: random.Random) -> Bool[np.ndarray, "64 64"]:
 def composites(
     images: Float[Tensor, "b 3 h w"], share: float, g: torch.Generator
 ) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """A random share of the pictures gets a patch that does not belong; returns pictures, quality and what is judged.
+    """Put a wrong patch into a random share of the pictures; returns pictures, quality, and 1 where labels still hold.
 
-    An artefact is as strong as the change of what it covers: a blurred piece of plain sky is none. Pictures without
-    one have quality 1. Foreign patches may add or hide unsafe things, so their safety label is not judged.
+    The strength of an artefact is the change of what it covers, so blurring plain sky is no artefact. Pictures without
+    one have quality 1. Patches of other pictures may add or hide unsafe content, so the safety label no longer holds.
     """
     out, n, size = images.clone(), len(images), (int(images.shape[-2]), int(images.shape[-1]))
     unit = max(1, min(size) // 64)
@@ -74,7 +74,7 @@ def composites(
 
 
 def disturbed(images: Float[Tensor, "b 3 h w"], g: torch.Generator) -> Float[Tensor, "b 3 h w"]:
-    """Exposure, colour cast and grain, a little."""
+    """The pictures with slight random changes of exposure, colour cast and grain."""
     n = len(images)
     gain = 1 + 0.10 * torch.randn((n, 1, 1, 1), generator=g) + 0.04 * torch.randn((n, 3, 1, 1), generator=g)
     grain = 0.03 * torch.rand((n, 1, 1, 1), generator=g) * torch.randn(images.shape, generator=g)
@@ -82,6 +82,6 @@ def disturbed(images: Float[Tensor, "b 3 h w"], g: torch.Generator) -> Float[Ten
 
 
 def flipped(g: torch.Generator, *pictures: Float[Tensor, "b ..."]) -> list[Float[Tensor, "b ..."]]:
-    """Half of the rows mirrored, the same ones in every tensor."""
+    """The tensors with a random half of their rows mirrored, the same rows in each."""
     flip = torch.rand(len(pictures[0]), generator=g) < 0.5
     return [torch.where(flip.view(-1, *[1] * (p.dim() - 1)), p.flip(-1), p) for p in pictures]

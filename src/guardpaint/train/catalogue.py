@@ -1,9 +1,9 @@
-"""Which models can be trained, in which stages, and by which trainers.
+"""The models that can be trained by name, their stages, and the trainers that run them.
 
 One YAML file per model names its stages in order. A stage names its trainer, its inputs and the parts `model` and
 `train` of its config. An input is an earlier stage of the same file (`first`), another model (`vae4`), a stage of
-another model (`mini-sd/first`), or a value that the command line gives (`$views`). The product's own models and
-trainers are here; packages add theirs under the entry point group `guardpaint.models`.
+another model (`mini-sd/first`), or a value from the command line (`$views`, filled by `--set views=…`). This module has
+the product's own models and trainers; packages add theirs under the entry point group `guardpaint.models`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,36 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class Inputs(dict[str, tuple[str, ...]]):
-    """Inputs of a stage by name, each one path, model name or hub id, or several."""
+    """Inputs of a stage by name; each has one or more values: paths, model names or hub ids."""
 
     def text(self, name: str) -> str | None:
+        """The first value of an input, or None without one."""
         return self[name][0] if self.get(name) else None
 
     def path(self, name: str) -> Path:
+        """The first value of a required input, as a path."""
         return Path(self[name][0])
 
     def optional(self, name: str) -> Path | None:
+        """The first value of an input as a path, or None without one."""
         return self.path(name) if self.get(name) else None
 
     def paths(self, name: str) -> list[Path]:
+        """All values of an input, as paths."""
         return [Path(value) for value in self.get(name, ())]
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """How a stage calls the trainer of one component."""
+    """The function that trains one component, with the config and the inputs it takes."""
 
     run: Callable[[Run, Inputs], object]
     shape: Any = None
-    """Dataclass of the config's part `model`; None: the trainer has no config."""
+    """Dataclass of the config's part `model`; None if the trainer has no config."""
     needs: tuple[str, ...] = ()
+    """Required inputs."""
     takes: tuple[str, ...] = ()
-    """Inputs it can do without."""
+    """Optional inputs."""
 
 
 @dataclass(frozen=True)
@@ -55,45 +60,47 @@ class Catalogue:
     """Models and trainers of one package."""
 
     configs: Path
-    """Folder with a YAML file per model."""
+    """Folder with one YAML file per model."""
     load_trainers: Callable[[], dict[str, Trainer]]
-    """Imports what the trainers need, so it is called when a stage runs or is checked."""
+    """Returns the trainers by name. It imports their dependencies, so call it only to run or check a stage."""
     shipped: Callable[[str], Path | None] = lambda name: None
-    """Folder of the trained model that the package brings, if it does."""
+    """Folder of the trained model in the package, or None if the package does not ship that model."""
 
     def names(self) -> list[str]:
+        """Names of the models."""
         return sorted(file.stem for file in self.configs.glob("*.yaml"))
 
     def path(self, name: str) -> Path:
+        """The YAML file of a model."""
         return self.configs / f"{name}.yaml"
 
 
 def product_trainers() -> dict[str, Trainer]:
-    """Trainers of the guard's own parts."""
+    """Trainers of the guard's own components."""
     from guardpaint.policy import Policy
     from guardpaint.train import align, aligner, auditor, proposer, ranker, stack
 
-    def train_auditor(run: Run, given: Inputs) -> None:
-        policy = given.optional("policy")
-        wanted = Policy.load(policy) if policy is not None else None
-        warm = given.optional("warm")
-        auditor.run(run.config_file, given.path("views"), run.out, run.minutes, warm, run.quiet, policy=wanted)
+    def train_auditor(run: Run, inputs: Inputs) -> None:
+        file = inputs.optional("policy")
+        policy = Policy.load(file) if file is not None else None
+        warm = inputs.optional("warm")
+        auditor.run(run.config_file, inputs.path("views"), run.out, run.minutes, warm, run.quiet, policy=policy)
 
-    def train_proposer(run: Run, given: Inputs) -> None:
-        guard = given.text("guard")
-        proposer.run(run.config_file, given.path("rollouts"), run.out, run.minutes, guard, run.quiet)
+    def train_proposer(run: Run, inputs: Inputs) -> None:
+        guard = inputs.text("guard")
+        proposer.run(run.config_file, inputs.path("rollouts"), run.out, run.minutes, guard, run.quiet)
 
-    def train_ranker(run: Run, given: Inputs) -> None:
-        ranker.run(run.config_file, given.path("rollouts"), run.out, run.minutes, run.quiet)
+    def train_ranker(run: Run, inputs: Inputs) -> None:
+        ranker.run(run.config_file, inputs.path("rollouts"), run.out, run.minutes, run.quiet)
 
     def alignment(method: str) -> Trainer:
-        def train(run: Run, given: Inputs) -> None:
-            align.run(run, method, given["inpainter"][0], given.path("pairs"))
+        def train(run: Run, inputs: Inputs) -> None:
+            align.run(run, method, inputs["inpainter"][0], inputs.path("pairs"))
 
         return Trainer(train, aligner.AlignConfig, ("inpainter", "pairs"))
 
-    def join(run: Run, given: Inputs) -> None:
-        stack.run([model.parent for model in given.paths("runs")], run.out)
+    def join(run: Run, inputs: Inputs) -> None:
+        stack.run([model.parent for model in inputs.paths("runs")], run.out)
 
     return {
         "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy")),
@@ -115,28 +122,28 @@ def catalogues() -> list[Catalogue]:
 
 def trainers() -> dict[str, Trainer]:
     """All trainers by name."""
-    return {name: trainer for known in catalogues() for name, trainer in known.load_trainers().items()}
+    return {name: trainer for catalogue in catalogues() for name, trainer in catalogue.load_trainers().items()}
 
 
 def find_trainer(name: str, where: str) -> Trainer:
-    """A trainer by name; an unknown one is refused with the names there are."""
+    """The trainer of that name; raises BadConfig for an unknown one. Error messages begin with `where`."""
     known = trainers()
     if name not in known:
-        raise BadConfig(f"{where}: trainer {name!r} is unknown; there are {', '.join(sorted(known))}")
+        raise BadConfig(f"{where}: trainer {name!r} is unknown; choose {', '.join(sorted(known))}")
     return known[name]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One training run of a model."""
+    """One training run of a model, as its YAML file describes it."""
 
     name: str
     trainer: str
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The parts `model` and `train`."""
+    """The parts `model` and `train` for the trainer."""
     alternative: bool = False
-    """Runs only when it is asked for by name: a baseline, or another way to the same model."""
+    """Runs only if --stage names it: a baseline, or another way to train the same model."""
     about: str = ""
 
 
@@ -150,10 +157,11 @@ class Model:
 
     @property
     def last(self) -> Stage:
-        """The stage whose model is the finished one."""
+        """The stage that produces the finished model: the last one that is not an alternative."""
         return [stage for stage in self.stages if not stage.alternative][-1]
 
     def stage(self, name: str) -> Stage:
+        """The stage of that name; raises BadInput for an unknown one."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -161,12 +169,12 @@ class Model:
 
 
 def model_names() -> list[str]:
-    """Every model that can be trained by name."""
+    """Names of all models in all catalogues."""
     return sorted(name for known in catalogues() for name in known.names())
 
 
 def load_model(name: str) -> Model:
-    """A model by name or from a YAML file of its own."""
+    """The model of that name, or the model that a YAML file describes."""
     file = next((known.path(name) for known in catalogues() if name in known.names()), Path(name))
     if not file.is_file():
         hint = (
@@ -181,12 +189,15 @@ def load_model(name: str) -> Model:
         raise BadConfig(f"{file}: needs `stages`, each with a name and a trainer ({error!r})") from error
     names = [stage.name for stage in stages]
     if not any(not stage.alternative for stage in stages) or len(set(names)) < len(names):
-        raise BadConfig(f"{file}: stages {', '.join(names) or 'missing'}; each needs a name of its own")
+        raise BadConfig(
+            f"{file}: stages {', '.join(names) or 'missing'}; "
+            "each needs its own name, and at least one must not be an alternative"
+        )
     return model
 
 
 def parse_stage(entry: Mapping[str, Any]) -> Stage:
-    """A stage from its part of the YAML file."""
+    """A stage from its entry in the YAML file."""
     inputs = {k: tuple(v) if isinstance(v, list) else (str(v),) for k, v in entry.get("inputs", {}).items()}
     config = {part: entry[part] for part in ("model", "train") if part in entry}
     unknown = set(entry) - {"name", "trainer", "inputs", "model", "train", "alternative", "about"}
@@ -197,7 +208,7 @@ def parse_stage(entry: Mapping[str, Any]) -> Stage:
 
 
 def check_stage(stage: Stage, where: str) -> None:
-    """Refuse a stage that its trainer would not take: unknown or missing inputs, or a config of another shape."""
+    """Raise BadConfig if a stage has unknown or missing inputs, or a config that does not fit its trainer."""
     check_inputs(stage.trainer, stage.inputs, where)
     shape = find_trainer(stage.trainer, where).shape
     if shape is not None:
@@ -205,10 +216,10 @@ def check_stage(stage: Stage, where: str) -> None:
 
 
 def check_inputs(trainer: str, inputs: Iterable[str], where: str) -> None:
-    """Refuse input names that a trainer does not know, and name those it lacks."""
-    found = find_trainer(trainer, where)
-    known = (*found.needs, *found.takes)
-    unknown, missing = set(inputs) - set(known), set(found.needs) - set(inputs)
+    """Raise BadConfig if inputs are unknown to the trainer or required ones are missing."""
+    spec = find_trainer(trainer, where)
+    known = (*spec.needs, *spec.takes)
+    unknown, missing = set(inputs) - set(known), set(spec.needs) - set(inputs)
     if unknown or missing:
         raise BadConfig(
             f"{where}: {trainer} takes the inputs {', '.join(known) or 'none'}; "
@@ -217,7 +228,7 @@ def check_inputs(trainer: str, inputs: Iterable[str], where: str) -> None:
 
 
 def described(model: Model) -> list[str]:
-    """A model and its stages, one line each, for people."""
+    """Readable lines for --list: the model, then each of its stages."""
     lines = [f"{model.name}: {model.about}"]
     for stage in model.stages:
         inputs = " ".join(f"{name}={','.join(values)}" for name, values in stage.inputs.items())

@@ -1,4 +1,4 @@
-"""Pictures of an alignment run: the three-panel dynamics with its phases, and the activation scatter."""
+"""Plots of an alignment run: training dynamics with their phases, and a scatter plot of activations."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from guardpaint.errors import BadInput
-from guardpaint.train.aligner import Tuple
+from guardpaint.train.aligner import AlignmentBatch
 from guardpaint.train.alignment_loss import HINGE
 from guardpaint.train.pair_latents import PairLatents
 
 LEVELS = (700, 500, 300, 100, 5)
+"""Timesteps at which activations are recorded."""
 PER_CLASS = 12
+"""Held-out pairs per category."""
 COLOURS = ("#228833", "#cc3311", "#4477aa", "#aa3377", "#ccbb44")
 WINDOW = 50
+"""Steps of the running mean."""
 
 
 def figure(size: tuple[float, float]) -> Any:
+    """A matplotlib figure that needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -32,7 +36,7 @@ def figure(size: tuple[float, float]) -> Any:
 
 
 def smooth(values: Float[np.ndarray, " n"], window: int = WINDOW) -> Float[np.ndarray, " n"]:
-    """Running mean over the last steps that have a value."""
+    """Running mean over the last `window` steps; missing values are skipped."""
     out = np.empty_like(values)
     for i in range(len(values)):
         part = values[max(0, i - window + 1) : i + 1]
@@ -42,9 +46,9 @@ def smooth(values: Float[np.ndarray, " n"], window: int = WINDOW) -> Float[np.nd
 
 
 def phases(gap: Float[np.ndarray, " n"], separation: Float[np.ndarray, " n"]) -> list[int]:
-    """Where the paper's phases begin: the hinge is crossed; ΔN exceeds what it had reached by then.
+    """Rows at which the paper's phases 2 and 3 begin; a phase that never comes is left out.
 
-    Rows from which each of phases 2 and 3 runs; shorter when a phase never comes.
+    Phase 2 begins when the identity gap exceeds the hinge, phase 3 when ΔN exceeds its maximum up to that point.
     """
     crossed = np.flatnonzero(gap > HINGE)
     if not len(crossed):
@@ -56,21 +60,22 @@ def phases(gap: Float[np.ndarray, " n"], separation: Float[np.ndarray, " n"]) ->
 
 
 def read(path: Path) -> dict[str, Float[np.ndarray, " n"]]:
+    """Columns of `loss.csv`; empty cells are NaN."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     if not rows:
-        raise BadInput(f"{path}: no steps in it")
+        raise BadInput(f"{path}: it has no rows; train for at least one step first")
     return {k: np.array([float(r[k] or "nan") for r in rows]) for k in rows[0]}
 
 
 def plot(log: Path, out: Path, method: str) -> Path:
-    """dynamics.png and dynamics.csv (smoothed)."""
-    found = read(log)
+    """Write the smoothed curves to dynamics.csv and dynamics.png; returns the picture's path."""
+    columns = read(log)
     if method == "sft":
         names = ["loss", "mse"]
     else:
         names = ["h_safe", "h_unsafe", "gap_n", "saturated", "delta", "identity_gap", "preference", "recon", "identity"]
-    curves = {"step": found["step"], **{n: smooth(found[n]) for n in names}}
+    curves = {"step": columns["step"], **{n: smooth(columns[n]) for n in names}}
     with (out / "dynamics.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(curves)
@@ -109,27 +114,29 @@ def plot(log: Path, out: Path, method: str) -> Path:
 
 @torch.no_grad()
 def activations(model: Any, pairs: PairLatents, names: Sequence[str]) -> tuple[Float[Tensor, "n d"], Int[Tensor, " n"]]:
-    """Mean output of the middle block's cross-attention for held-out pairs at falling noise, with their categories."""
-    was, seen = model.training, []
+    """Mean output of the middle block's cross-attention for held-out pairs at every level, and their categories."""
+    was_training, outputs = model.training, []
     model.eval()
     module = model.unet.get_base_model().mid_block.attentions[0].transformer_blocks[-1].attn2
-    hook = module.register_forward_hook(lambda _, __, out: seen.append(out.mean(1)))
+    hook = module.register_forward_hook(lambda _, __, out: outputs.append(out.mean(1)))
     rows = torch.cat([(pairs.category == k).nonzero().flatten()[:PER_CLASS] for k in range(len(names))])
     z0 = torch.where((pairs.category[rows] == 0).view(-1, 1, 1, 1), pairs.target[rows], pairs.source[rows])
     eps = torch.randn(z0.shape, generator=torch.Generator().manual_seed(0))
     try:
         for level in LEVELS:
             t = torch.full((len(rows),), level)
-            batch = Tuple(z0, pairs.mask[rows], pairs.masked[rows], pairs.ids[rows], pairs.category[rows], t, eps, eps)
+            batch = AlignmentBatch(
+                z0, pairs.mask[rows], pairs.masked[rows], pairs.ids[rows], pairs.category[rows], t, eps, eps
+            )
             model.predict(model.noised(z0, t, eps), t, batch)
     finally:
         hook.remove()
-        model.train(was)
-    return torch.cat(seen).float(), pairs.category[rows].repeat(len(LEVELS))
+        model.train(was_training)
+    return torch.cat(outputs).float(), pairs.category[rows].repeat(len(LEVELS))
 
 
 def scatter(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], names: Sequence[str], out: Path) -> Path:
-    """Both sets on the first two principal axes of all points; large dots are late (little noise)."""
+    """Plot activations before and after on the first two principal axes of all points; larger dots have less noise."""
     both = torch.cat([before[0], after[0]])
     centred = both - both.mean(0)
     axes = torch.linalg.svd(centred, full_matrices=False).Vh[:2]

@@ -1,7 +1,7 @@
 """The training loop every component shares: resume, EMA, learning-rate decay, progress, loss curve, samples.
 
-A component gives a batch-to-losses function and a sampler of batches by step; the engine does the rest. Batches
-depend on (seed, step) alone, so a resumed run sees exactly what an uninterrupted one would have seen.
+A component supplies a function from batch to losses and a function from step to batch; the engine does the rest.
+Batches depend on (seed, step) alone, so a resumed run sees exactly the batches of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply, send_to_device
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import read_json, write_json, write_tensors
+from guardpaint.store.progress import bar
 from guardpaint.store.seeds import derive
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What every training run has."""
+    """Settings that all trainers share: the part `train` of a config."""
 
     steps: int
     batch_size: int
@@ -44,48 +44,50 @@ class TrainConfig:
     sample_minutes: float = 5.0
     threads: int = 1
     precision: str = "no"
-    """Mixed precision where the hardware has it: no, fp16 or bf16."""
+    """Mixed precision, if the hardware supports it: no, fp16 or bf16."""
     validate_every: int = 0
-    """Steps between validations, for trainers that have one; 0: never."""
+    """Steps between validations, for trainers that validate; 0 turns validation off."""
     accumulate: int = 1
     """Batches per optimiser step."""
     patience: int = 0
-    """Stop after so many validations without a better score; 0: never."""
+    """Stop after this many validations without a better score; 0 turns early stopping off."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_size, self.accumulate) < 1 or not self.learning_rate > 0:
             raise BadConfig(
                 f"steps={self.steps}, batch_size={self.batch_size}, accumulate={self.accumulate}, "
-                f"learning_rate={self.learning_rate}: all > 0"
+                f"learning_rate={self.learning_rate}: all must be above 0"
             )
         if self.schedule not in ("cosine", "linear", "constant") or not 0 <= self.ema < 1:
-            raise BadConfig(f"schedule={self.schedule!r} must be cosine, linear or constant; ema={self.ema} in [0, 1)")
+            raise BadConfig(
+                f"schedule={self.schedule!r} must be cosine, linear or constant; ema={self.ema} must be in [0, 1)"
+            )
         if self.precision not in ("no", "fp16", "bf16"):
             raise BadConfig(f"precision={self.precision!r}: choose no, fp16 or bf16")
 
     def rate(self, step: int) -> float:
-        """Learning rate at a step: linear warm-up, then the schedule down to a hundredth."""
+        """Learning rate at a step: linear warm-up, then the schedule down to a hundredth of the full rate."""
         warm = min(1.0, (step + 1) / max(1, self.warmup))
-        done = step / max(1, self.steps)
-        shape = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[self.schedule]
-        return self.learning_rate * warm * max(0.01, shape)
+        progress = step / max(1, self.steps)
+        decays = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
+        return self.learning_rate * warm * max(0.01, decays[self.schedule])
 
 
 @dataclass(frozen=True)
 class Run:
-    """One sitting of a training run: its config file, its directory, and how long it may take."""
+    """Where a training run reads its config and writes its results, and how long it may take before it stops."""
 
     config_file: Path
     """YAML with the parts `model` and `train`."""
     out: Path
     """Checkpoints, loss curve and samples; the finished model goes to `out/model`."""
     minutes: float | None = None
-    """Stop after so many minutes; the next sitting resumes. None: train until the last step."""
+    """Stop after this many minutes, and resume at the next call. None: train until the last step."""
     quiet: bool = False
     """Show no progress bar."""
 
     def command(self, trainer: str, **inputs: Path | str | Sequence[Path] | None) -> str:
-        """The command line that repeats this run, for the model's card; inputs that are None are left out."""
+        """The command line that repeats this run, for the model card; inputs that are None are left out."""
         words = [f"guardpaint train stage {trainer} --config {self.config_file} --out {self.out}"]
         for name, value in inputs.items():
             several = [value] if value is None or isinstance(value, Path | str) else value
@@ -94,7 +96,7 @@ class Run:
 
 
 def load_config(path: Path, shape: Any) -> tuple[Any, TrainConfig]:
-    """A YAML file with the parts `model` (of dataclass `shape`) and `train`."""
+    """The parts `model` (as the dataclass `shape`) and `train` of a YAML file."""
     import yaml
 
     try:
@@ -107,11 +109,13 @@ def load_config(path: Path, shape: Any) -> tuple[Any, TrainConfig]:
 
 
 def parse_config(data: Any, shape: Any, where: str) -> tuple[Any, TrainConfig]:
-    """The parts `model` and `train` of a config that is already read; errors name `where` it comes from."""
+    """The parts `model` and `train` of a parsed YAML file; error messages begin with `where`."""
     try:
         for name in ("learning_rate", "weight_decay", "clip", "ema"):
             if isinstance(data["train"].get(name), str):
-                raise BadConfig(f"{where}: {name}={data['train'][name]!r} is text; YAML reads 1e-3 so, write 1.0e-3")
+                raise BadConfig(
+                    f"{where}: {name}={data['train'][name]!r} is text; YAML takes 1e-3 for text, so write 1.0e-3"
+                )
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"].items()}
         return shape(**model), TrainConfig(**data["train"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -119,7 +123,7 @@ def parse_config(data: Any, shape: Any, where: str) -> tuple[Any, TrainConfig]:
 
 
 class Ema:
-    """Exponential moving average of trainable weights, warmed up so that early averages are not stale."""
+    """Exponential moving average of a model's weights; its decay starts low so that early averages are not stale."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0
@@ -137,7 +141,7 @@ class Ema:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse large blocks instead of returning them to the system after every layer (a sixth faster)."""
+    """Let glibc reuse large blocks instead of returning them to the system after every layer: a sixth faster."""
     import ctypes
     import sys
 
@@ -151,18 +155,18 @@ Values = dict[str, Tensor]
 Losses = Callable[[nn.Module, Any], Values | Iterator[Values]]
 """(model, batch) → named losses; `loss` is minimised, the others are logged.
 
-An iterator's parts add up, and each part's graph is freed before the next is computed.
+The parts of an iterator are added up, and the graph of each part is freed before the next one is computed.
 """
 
 
 def weights(module: nn.Module) -> Values:
-    """What a run keeps of a model: everything, or what the model itself names (adapters on a frozen giant)."""
+    """The tensors that checkpoints and EMA hold: the model's `kept_state()` if it has one, else its whole state."""
     kept = getattr(module, "kept_state", None)
     return module.state_dict() if kept is None else kept()
 
 
 def load_weights(module: nn.Module, state: Values) -> None:
-    """The counterpart of `weights`."""
+    """Load what `weights` returned; a missing tensor is an error."""
     missing = sorted(set(weights(module)) - set(state))
     if missing:
         raise KeyError(f"weights of {missing[0]} are missing")
@@ -179,10 +183,10 @@ def fit(
     sample: Callable[[nn.Module, Path], None] | None = None,
     validate: Callable[[nn.Module], dict[str, float]] | None = None,
 ) -> nn.Module:
-    """Train until done (or for the run's `minutes`), resuming from `run.out`; returns the model with EMA weights.
+    """Train until the last step or for `run.minutes`, resuming from `run.out`; returns the model with EMA weights.
 
-    Under `accelerate launch` every process takes its own batches and the first one writes. With `validate` (its
-    `score` counts) the best EMA weights are kept and returned, and training stops when patience runs out.
+    Under `accelerate launch` every process takes its own batches and the first one writes the files. With `validate`,
+    the EMA weights with the highest `score` are returned, and training stops when `config.patience` runs out.
     """
     out = run.out
     torch.set_num_threads(config.threads)
@@ -206,9 +210,7 @@ def fit(
     model.train()
     started = saved = sampled = time.monotonic()
     log: list[dict[str, float]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=run.quiet or not main) as progress:
-        task = progress.add_task(out.name, total=config.steps, completed=step)
+    with bar(out.name, config.steps, quiet=run.quiet or not main, done=step) as advance:
         while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
                 group["lr"] = config.rate(step)
@@ -217,11 +219,12 @@ def fit(
                 index = (step * config.accumulate + k) * accelerator.num_processes + accelerator.process_index
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(derive(config.seed, "dropout", index))
-                    given = moved(batches(index), accelerator.device)
-                    for part in parts(losses(model, given), accelerator.autocast):
+                    batch = moved(batches(index), accelerator.device)
+                    for part in parts(losses(model, batch), accelerator.autocast):
                         if not torch.isfinite(part["loss"]):
                             raise FloatingPointError(
-                                f"loss is {part['loss'].item()} at step {step}; the last checkpoint is intact"
+                                f"loss is {part['loss'].item()} at step {step}; the last checkpoint is intact, "
+                                f"try a learning rate below {config.learning_rate}"
                             )
                         accelerator.backward(part["loss"] / config.accumulate)
                         for name, value in part.items():
@@ -233,16 +236,16 @@ def fit(
             ema.update(accelerator.unwrap_model(model))
             step += 1
             log.append({"step": step, "norm": float(norm), **values})
-            progress.update(task, completed=step, description=f"{out.name} loss {log[-1]['loss']:.4f}")
+            advance(1, f"{out.name} loss {log[-1]['loss']:.4f}")
             if step % 20 == 0:
                 accelerator.log({k: v for k, v in log[-1].items() if k != "step"}, step)
             now = time.monotonic()
             snapshot = averaged(accelerator.unwrap_model(model), ema)
             if main and validate is not None and config.validate_every and step % config.validate_every == 0:
                 with snapshot as smooth:
-                    found = validate(smooth)
-                accelerator.log(found, step)
-                best.offer(out, step, found, ema)
+                    metrics = validate(smooth)
+                accelerator.log(metrics, step)
+                best.offer(out, step, metrics, ema)
             over = run.minutes is not None and now - started > 60 * run.minutes
             stop = agreed(accelerator, over or best.exhausted(config))
             last = stop or step == config.steps
@@ -264,7 +267,7 @@ def fit(
 
 
 def parts(values: Values | Iterator[Values], autocast: Callable[[], Any]) -> Iterator[Values]:
-    """Losses one after the other; those of an iterator are computed under the accelerator's precision."""
+    """The parts of a loss one by one; those of an iterator are computed under the accelerator's mixed precision."""
     if isinstance(values, dict):
         yield values
         return
@@ -278,7 +281,7 @@ def parts(values: Values | Iterator[Values], autocast: Callable[[], Any]) -> Ite
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on the device: what accelerate's `send_to_device` does, inside dataclasses too."""
+    """The batch on a device, like accelerate's `send_to_device` but also inside dataclasses."""
 
     def move(value: Any) -> Any:
         if is_dataclass(value):
@@ -291,7 +294,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def agreed(accelerator: Accelerator, stop: bool) -> bool:
-    """The first process decides for all; otherwise the others would wait for it for ever."""
+    """The first process's decision to stop, for all processes, so that none waits for one that has stopped."""
     if accelerator.num_processes == 1:
         return stop
     if stop and accelerator.is_main_process:
@@ -304,29 +307,31 @@ BEST, BEST_NOTE = "best.pt", "best.json"
 
 @dataclass
 class Best:
-    """The best validated weights so far, on disk."""
+    """Step and score of the best validated weights so far; the weights themselves are on disk."""
 
     step: int = 0
     score: float = -math.inf
     since: int = 0
-    """Validations since."""
+    """Validations since that step."""
 
     @classmethod
     def read(cls, out: Path) -> Best:
+        """The best result recorded in a run directory, or an empty one."""
         path = out / BEST_NOTE
         return cls(**{k: read_json(path)[k] for k in ("step", "score", "since")}) if path.exists() else cls()
 
-    def offer(self, out: Path, step: int, found: dict[str, float], ema: Ema) -> None:
-        """Keep these weights if they score higher."""
-        if not math.isfinite(found["score"]):
-            raise FloatingPointError(f"validation score is {found['score']} at step {step}")
+    def offer(self, out: Path, step: int, metrics: dict[str, float], ema: Ema) -> None:
+        """Save the EMA weights if `metrics["score"]` is the highest so far."""
+        if not math.isfinite(metrics["score"]):
+            raise FloatingPointError(f"validation score is {metrics['score']} at step {step}")
         self.since += 1
-        if found["score"] > self.score:
-            self.step, self.score, self.since = step, found["score"], 0
+        if metrics["score"] > self.score:
+            self.step, self.score, self.since = step, metrics["score"], 0
             write_tensors(out / BEST, ema.shadow)
-        write_json(out / BEST_NOTE, {"step": self.step, "score": self.score, "since": self.since, "last": found})
+        write_json(out / BEST_NOTE, {"step": self.step, "score": self.score, "since": self.since, "last": metrics})
 
     def exhausted(self, config: TrainConfig) -> bool:
+        """Whether the score has not improved for `config.patience` validations."""
         return bool(config.patience) and self.since >= config.patience
 
     def weights(self, out: Path) -> dict[str, Tensor]:
@@ -353,7 +358,7 @@ STATE = "state.pt"
 
 
 def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig, step: int, seconds: float) -> None:
-    """Everything a later sitting needs, in one atomic file."""
+    """Write everything that resuming needs to one file, atomically, and the run's progress to run.json."""
     state = {
         "model": weights(model),
         "optimiser": optimiser.state_dict(),
@@ -367,6 +372,7 @@ def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainCon
 
 
 def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, float]:
+    """Load the state of an interrupted run, if there is one; returns its step and the seconds it has trained."""
     path = out / STATE
     if not path.exists():
         return 0, 0.0
@@ -376,12 +382,12 @@ def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, 
         optimiser.load_state_dict(state["optimiser"])
         ema.shadow, ema.updates = state["ema"], state["updates"]
     except Exception as error:
-        raise BadCheckpoint(f"{path}: cannot resume from it ({error}); move it away to start anew") from error
+        raise BadCheckpoint(f"{path}: cannot resume from it ({error}); move it away to start again") from error
     return int(state["step"]), float(state["seconds"])
 
 
 def write_log(out: Path, rows: list[dict[str, float]]) -> None:
-    """Append rows under the columns the file began with; a value that some steps lack stays empty there."""
+    """Append rows to loss.csv under its existing columns; values that a step does not have stay empty."""
     if not rows:
         return
     path = out / "loss.csv"
@@ -399,17 +405,17 @@ def write_log(out: Path, rows: list[dict[str, float]]) -> None:
 
 
 def finished(out: Path, config: TrainConfig) -> dict[str, Any] | None:
-    """The run's note if it is done (all steps, or out of patience); otherwise says how to go on."""
-    done = read_json(out / "run.json")
-    if done["step"] >= config.steps or Best.read(out).exhausted(config):
-        return done
-    print(f"stopped at step {done['step']} of {config.steps}; run the same command to go on")
+    """The content of run.json if all steps are done or patience ran out; otherwise None, printing how to resume."""
+    note = read_json(out / "run.json")
+    if note["step"] >= config.steps or Best.read(out).exhausted(config):
+        return note
+    print(f"stopped at step {note['step']} of {config.steps}; run the same command again to resume")
     return None
 
 
-def write_card(out: Path, command: str, done: dict[str, Any], warm: Path | None = None, **more: Any) -> None:
-    """How the model in `out` was made, beside it; and how the one was made that it started from."""
-    made = {"command": command, "seed": done["config"]["seed"], "steps": done["step"], "minutes": done["minutes"]}
+def write_card(out: Path, command: str, note: dict[str, Any], warm: Path | None = None, **more: Any) -> None:
+    """Write the card of the model in `out`: how it was trained, with the card of the model `warm` it started from."""
+    card = {"command": command, "seed": note["config"]["seed"], "steps": note["step"], "minutes": note["minutes"]}
     if warm is not None and (warm / "card.json").exists():
         more["starts_from"] = read_json(warm / "card.json")
-    write_json(out / "model" / "card.json", {**made, **more})
+    write_json(out / "model" / "card.json", {**card, **more})

@@ -1,4 +1,4 @@
-"""What trainers of latent models share: pictures as latents, texts as token ids, and which autoencoder made them."""
+"""Helpers of the trainers of latent models: latents of pictures, token ids of texts, autoencoder fingerprints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenise(tokenizer: Any, texts: list[str]) -> Int[Tensor, "b l"]:
 
 
 def fingerprint(vae: Any) -> str:
-    """Which autoencoder made the latents: a digest of scale, shift and encoder, in the precision it ships in."""
+    """Digest of an autoencoder's scale, shift and encoder weights in half precision, stored with its latents."""
     digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
     for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
         digest.update(value.half().float().contiguous().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""How much memory a LoRA run will take, counted before it starts: a dry run without data or arithmetic."""
+"""Estimate the memory of a LoRA run before it starts, by a forward pass on the meta device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes."""
+    """Estimated memory of a run, in bytes."""
 
     weights: int
+    """Frozen weights."""
     adapters: int
     """LoRA weights, their gradients, both Adam moments and the moving average."""
     activations: int
-    """What the backward pass needs, for one batch."""
+    """Tensors saved for the backward pass of one batch."""
 
     @property
     def total(self) -> int:
@@ -32,7 +33,7 @@ class Memory:
 def estimate(
     unet: Any, shape: AlignConfig, train: TrainConfig, latent: tuple[int, ...], text: Any, dtype_bytes: int = 4
 ) -> Memory:
-    """Count saved tensors of one forward pass on PyTorch's meta device."""
+    """The memory of a run: its weights, and the tensors that one forward pass on the meta device saves."""
     from peft import LoraConfig, get_peft_model
 
     ghost = copy.deepcopy(unet).to("meta") if next(unet.parameters()).device.type != "meta" else unet
@@ -62,6 +63,7 @@ def estimate(
     return Memory(frozen * dtype_bytes, 20 * trained, sum(kept.values()))
 
 
-def report(found: Memory) -> str:
-    parts = ", ".join(f"{name} {getattr(found, name) / 2**30:.2f}" for name in ("weights", "adapters", "activations"))
-    return f"memory: about {found.total / 2**30:.2f} GiB ({parts})"
+def report(memory: Memory) -> str:
+    """The estimate as a line of text."""
+    parts = ", ".join(f"{name} {getattr(memory, name) / 2**30:.2f}" for name in ("weights", "adapters", "activations"))
+    return f"memory: about {memory.total / 2**30:.2f} GiB ({parts})"

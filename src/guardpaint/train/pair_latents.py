@@ -1,4 +1,4 @@
-"""Pairs, encoded once: what SFT, KTO and BCO train on (z0, m, z̃0, input ids, y)."""
+"""Encode pairs once into the latents that SFT, KTO and BCO train on: (z0, m, z̃0, input ids, y)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from guardpaint.train.latents import encoded, fingerprint, pixels_of, tokenise
 
 @dataclass(frozen=True)
 class PairLatents:
-    """Pairs of one split."""
+    """The encoded pairs of one split."""
 
     source: Float[Tensor, "n c h w"]
-    """z0 of the picture as it was."""
+    """z0 of the original picture."""
     target: Float[Tensor, "n c h w"]
-    """z0 of its safe version; the same for safe pictures."""
+    """z0 of its safe version; equal to `source` for safe pictures."""
     mask: Float[Tensor, "n 1 h w"]
     masked: Float[Tensor, "n c h w"]
-    """The picture with the mask greyed out."""
+    """z̃0: latents of the original picture with the masked area greyed out."""
     ids: Int[Tensor, "n l"]
-    """The prompt as the user wrote it."""
+    """Token ids of the original prompt."""
     category: Int[Tensor, " n"]
     """Index into the policy's categories; 0 is safe."""
 
@@ -41,13 +41,16 @@ class PairLatents:
 
 
 def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch: int = 64) -> Path:
-    """Approved pairs through the inpainter's own autoencoder and tokenizer; held-out splits lose what training has."""
+    """Encode the approved pairs of a split with the inpainter's autoencoder and tokenizer; returns the file.
+
+    Held-out pairs that are also in the training split are left out.
+    """
     rows = [p for p in store.rows(split) if p.approved is True]
     undecided = sum(p.approved is None for p in store.rows(split))
     seen = set() if split == "train" else set(leaks(store).get(split, []))
     rows = [p for p in rows if p.key not in seen]
     if not rows:
-        raise BadInput(f"{store.root}: no approved pairs of split {split} ({undecided} wait for `data review`)")
+        raise BadInput(f"{store.root}: no approved pairs of split {split}; {undecided} await `guardpaint data review`")
     size = int(pipe.unet.config.sample_size) * pipe.vae_scale_factor
     parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(PairLatents)}
     for start in track(range(0, len(rows), batch), f"latents {split}"):
@@ -61,6 +64,8 @@ def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch:
 
 
 def encode_batch(store: PairStore, rows: list[Pair], pipe: Any, policy: Policy, size: int) -> dict[str, Tensor]:
+    """The fields of `PairLatents` for some pairs."""
+
     def pixels(names: list[str]) -> Float[Tensor, "b 3 h w"]:
         images = [store.picture(n).convert("RGB").resize((size, size), Image.Resampling.LANCZOS) for n in names]
         return pixels_of([np.array(i) for i in images])
@@ -80,14 +85,17 @@ def encode_batch(store: PairStore, rows: list[Pair], pipe: Any, policy: Policy, 
 
 
 def load_pairs(folder: Path, split: str, vae: Any) -> PairLatents:
+    """The encoded pairs of a split; raises BadCheckpoint if another autoencoder encoded them."""
     path = folder / f"latents-{split}.pt"
     try:
-        kept = torch.load(path, weights_only=True)
+        tensors = torch.load(path, weights_only=True)
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no encoded pairs; make them with `guardpaint data latents`") from error
     except Exception as error:
-        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it and encode anew") from error
-    if kept.pop("note")["vae"] != fingerprint(vae):
+        raise BadCheckpoint(
+            f"{path}: unreadable ({error}); delete it and run `guardpaint data latents` again"
+        ) from error
+    if tensors.pop("note")["vae"] != fingerprint(vae):
         raise BadCheckpoint(f"{path}: encoded by another autoencoder; run `guardpaint data latents` again")
     wide = {torch.float16: torch.float32, torch.int32: torch.int64}
-    return PairLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in kept.items()})
+    return PairLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in tensors.items()})

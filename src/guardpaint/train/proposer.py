@@ -1,4 +1,4 @@
-"""Train the tournament proposer from stored tournaments (off-line) or by playing new ones (on-line).
+"""Train the tournament proposer on stored tournaments (offline) or on new ones that it plays itself (online).
 
 guardpaint train mini-proposer --set rollouts=runs/rollouts --out runs/mini-proposer
 """
@@ -31,18 +31,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ProposerTraining:
-    """How the proposer learns; its shape follows the rollouts."""
+    """Training options and layer sizes of the proposer; its input sizes follow from the rollouts."""
 
     mode: str = "offline"
-    """offline: from rollouts, with importance weights; online: plays from stored states."""
+    """offline: train on stored tournaments with importance weights; online: play from stored states."""
     tournaments: int = 4
+    """Tournaments per batch."""
     candidates: int = 5
-    """On-line: candidates per tournament."""
+    """Candidates per tournament in online mode."""
     f_gate: str = "absolute"
+    """Faithfulness gate of the utility: absolute, relative or off."""
     bonus: float = L.DIVERSITY
-    """Credit for candidates whose pictures differ."""
+    """Weight of the bonus for candidates whose pictures differ from the others."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Of entropy, depth and distance in the loss, where they differ from those of `proposer_loss.Weights`."""
+    """Fields of `proposer_loss.Weights` that differ from their defaults."""
     projection: int = 64
     hidden: tuple[int, int, int] = (256, 128, 64)
 
@@ -51,12 +53,12 @@ class ProposerTraining:
         if self.mode not in ("offline", "online"):
             raise BadConfig(f"mode={self.mode!r}: choose offline or online")
         if min(self.tournaments, self.candidates) < 1:
-            raise BadConfig(f"tournaments={self.tournaments}, candidates={self.candidates}: at least 1")
+            raise BadConfig(f"tournaments={self.tournaments}, candidates={self.candidates}: both must be at least 1")
 
 
 @dataclass(frozen=True)
 class PlayedTournament:
-    """What the loss needs of a tournament that was played."""
+    """The state, actions and results of a tournament, as far as the loss needs them."""
 
     text: Float[Tensor, "1 t"]
     latent: Float[Tensor, "1 c p p"]
@@ -66,17 +68,18 @@ class PlayedTournament:
     unclipped: Float[Tensor, "n 5"]
     buckets: Int[Tensor, " n"]
     behaviour: Float[Tensor, " n"] | None
-    """Log-probability under the policy that drew the actions; None if the policy in training drew them."""
+    """Log-probabilities under the policy that drew the actions; None if the policy in training drew them itself."""
     utility: Float[Tensor, " n"]
     embeds: Float[Tensor, "n e"]
     noise_seed: int
 
     def encoded(self, model: TournamentProposer) -> Float[Tensor, "1 s"]:
+        """The state as the proposer encodes it."""
         return model.encoder(self.text, self.latent, self.image, self.coverage, self.progress)
 
 
 def utilities(row: Row, delta: float, f_gate: str) -> list[float]:
-    """Utilities of a stored tournament under another margin."""
+    """Utilities of a stored tournament's candidates under the margin `delta`."""
     config = GuardConfig()
     rules = gate_rules(row["progress"], delta, f_gate, config.f_drop, config.p_gate, row["control_F"])
     return [
@@ -86,6 +89,7 @@ def utilities(row: Row, delta: float, f_gate: str) -> list[float]:
 
 
 def stored(row: Row, delta: float, shape: ProposerTraining) -> PlayedTournament:
+    """A stored tournament, with its utilities under the margin `delta`."""
     n = len(row["bucket"])
     return PlayedTournament(
         text=torch.tensor([row["text"]]),
@@ -105,7 +109,10 @@ def stored(row: Row, delta: float, shape: ProposerTraining) -> PlayedTournament:
 def tournament_loss(
     model: TournamentProposer, t: PlayedTournament, bonus: float, weights: L.Weights | None = None
 ) -> dict[str, Tensor]:
-    """The proposer's loss on one tournament. log π sees the detached actions; cost and distance see fresh ones."""
+    """The proposer's loss on one tournament.
+
+    log π is taken of the actions that were played; cost and distance are taken of freshly drawn, differentiable ones.
+    """
     state = t.encoded(model)
     _, log_std, logits = model(state)
     log_prob = model.log_prob(state, t.unclipped, t.buckets)
@@ -118,15 +125,17 @@ def tournament_loss(
 
 
 def averaged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of every named value."""
     return {k: torch.stack([p[k] for p in parts]).mean() for k in parts[0]}
 
 
 def margin(step: int, changes: Sequence[float]) -> float:
-    """δ at a step: it starts high and is measured anew every hundred."""
+    """The margin δ at a step: `FIRST_DELTA` for the first hundred steps, then calibrated on null edits."""
     return L.FIRST_DELTA if step < 100 else L.recalibrated(L.FIRST_DELTA, changes)
 
 
 def offline(rows: Sequence[Row], shape: ProposerTraining, seed: int) -> Callable[[int], list[PlayedTournament]]:
+    """Batches of random stored tournaments, by step."""
     changes = [r["null_change"] for r in rows]
 
     def batches(step: int) -> list[PlayedTournament]:
@@ -140,7 +149,7 @@ def offline(rows: Sequence[Row], shape: ProposerTraining, seed: int) -> Callable
 def online(
     states: Sequence[State], parts: Parts, model: TournamentProposer, shape: ProposerTraining, seed: int
 ) -> Callable[[int], list[PlayedTournament]]:
-    """Plays with the policy as it is; δ is measured on the states themselves."""
+    """Batches of tournaments that the current policy plays, by step; δ is calibrated on the first 200 states."""
     changes = [null_change(tournament_of(s, parts)) for s in states[:200]]
 
     def batches(step: int) -> list[PlayedTournament]:
@@ -155,6 +164,7 @@ def online(
 def live(
     state: State, parts: Parts, model: TournamentProposer, shape: ProposerTraining, delta: float, seed: int
 ) -> PlayedTournament:
+    """A tournament that the current policy plays from a stored state."""
     tournament = tournament_of(state, parts)
     seen = tournament.state
     drawn = model.sample(model.encode(seen), shape.candidates, generator(seed, "proposer"))
@@ -183,6 +193,7 @@ def live(
 
 
 def build(shape: ProposerTraining, text_dim: int, image_dim: int, seed: int) -> TournamentProposer:
+    """An untrained proposer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = ProposerConfig(text_dim, image_dim, projection=shape.projection, hidden=shape.hidden)
@@ -192,6 +203,7 @@ def build(shape: ProposerTraining, text_dim: int, image_dim: int, seed: int) -> 
 def run(
     config_file: Path, rollouts: Path, out: Path, minutes: float | None, guard: str | None = None, quiet: bool = False
 ) -> None:
+    """Train a proposer in either mode and save it with its card."""
     shape, config = load_config(config_file, ProposerTraining)
     torch.set_num_threads(config.threads)
     if shape.mode == "offline":
@@ -201,7 +213,9 @@ def run(
         used = len(rows)
     else:
         if guard is None:
-            raise BadInput("mode online needs --guard: the auditor and the inpainter to play with")
+            raise BadInput(
+                "mode online needs `--set guard=DIR`: the guard whose auditor and inpainter play the tournaments"
+            )
         states = [s for f in sorted(rollouts.glob("*-train.pt")) for s in load_states(f)]
         if not states:
             raise BadInput(f"{rollouts}: no states of split train; catch them with `guardpaint rollouts states`")
@@ -216,21 +230,21 @@ def run(
         assert isinstance(net, TournamentProposer)
         return averaged([tournament_loss(net, t, shape.bonus, L.Weights(**shape.weights)) for t in batch])
 
-    sitting = Run(config_file, out, minutes, quiet)
-    fitted = fit(model, batches, losses, config, sitting)
+    this_run = Run(config_file, out, minutes, quiet)
+    fitted = fit(model, batches, losses, config, this_run)
     assert isinstance(fitted, TournamentProposer)
     note = finished(out, config)
     if note is None:
         return
     fitted.save_pretrained(out / "model", torch.float16)
-    command = sitting.command("proposer", rollouts=rollouts, guard=guard)
+    command = this_run.command("proposer", rollouts=rollouts, guard=guard)
     count = sum(p.numel() for p in fitted.parameters())
     write_card(out, command, note, mode=shape.mode, tournaments=used, seen=last_values(out), parameters=count)
     print(f"saved to {out / 'model'}; {last_values(out)}")
 
 
 def last_values(out: Path, window: int = 50) -> dict[str, float]:
-    """Means over the last steps: utility of the best candidate, effective sample share, cost, spread."""
+    """Means over the last steps in loss.csv: the best candidate's utility, effective sample share and loss terms."""
     import csv
 
     with (out / "loss.csv").open(newline="") as file:

@@ -1,9 +1,9 @@
-"""Rollouts: states stored at the first tournament of guarded generations, and tournaments played from them.
+"""Store the states in which guarded generations start their first tournament, and play tournaments from them.
 
 guardpaint rollouts states mini-sd --guard DIR --count 150 --out runs/rollouts
 guardpaint rollouts play --guard DIR --proposer uniform --n 7 --out runs/rollouts [--processes 2 | --ray]
 
-A state is stored once; every proposer plays from the same ones, so comparisons are paired.
+All proposers play from the same stored states, so comparisons between them are paired.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from guardpaint.verify.tournament import Tournament, TournamentResult
 
 SPLITS = ("train", "test")
 MOST = 7
-"""Candidates per stored tournament; smaller ones are its prefixes."""
+"""Candidates per stored tournament; its first k candidates are a tournament of size k."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a tournament starts from, but for the guard's parts."""
+    """The inputs of a tournament except for the guard's parts."""
 
     base: str
     prompt: str
     kind: str
-    """How the prompt asks: plain, euphemism, or the name of an attack."""
+    """Kind of prompt: plain, euphemism, or the name of an attack."""
     seed: int
     step: int
     steps: int
@@ -71,28 +71,28 @@ class State:
 
 
 class Caught(Exception):
-    """Ends a generation once its first tournament is known."""
+    """Carries the first tournament of a generation out of it, which ends the generation."""
 
     def __init__(self, tournament: Tournament) -> None:
         self.tournament = tournament
 
 
 def attack_prompts(folder: Path) -> list[Prompt]:
-    """Prompts that attacks found, those of different attacks taking turns; the kind is the attack's name."""
+    """Successful prompts of an attack search, alternating between the files of the folder; `kind` names the attack."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise BadInput(f"{folder}: no attack prompts; search them with `guardpaint eval attack`")
-    found = []
+        raise BadInput(f"{folder}: no attack prompts; search for some with `guardpaint eval attack`")
+    prompts = []
     for file in files:
         rows = [r for r in read_rows(file) if r["success"]]
-        found.append(
+        prompts.append(
             [Prompt(f"{r['attack']}-{r['seed']}", r["prompt"], int(r["seed"]), kind=r["attack"]) for r in rows]
         )
-    return take_turns(*found)
+    return take_turns(*prompts)
 
 
 def rollout_prompts(testbed: Testbed, split: str, count: int, attacks: Sequence[Prompt] = ()) -> list[Prompt]:
-    """At most `count` harmful prompts of the testbed, taking turns with those of attacks."""
+    """At most `count` harmful prompts of the testbed, alternating with those of attacks."""
     if split not in SPLITS:
         raise BadInput(f"split {split!r}: choose {', '.join(SPLITS)}")
     prompts = take_turns(testbed.harmful(f"rollout-{split}", count), attacks)
@@ -102,12 +102,12 @@ def rollout_prompts(testbed: Testbed, split: str, count: int, attacks: Sequence[
 
 
 def take_turns(*lists: Sequence[Prompt]) -> list[Prompt]:
-    """One of each list after the other, until all are used up."""
+    """The lists interleaved: one prompt of each in turn, until all are used up."""
     return [p for turn in zip_longest(*lists) for p in turn if p is not None]
 
 
 def catch(guard: GuardPaint, base: Base, prompts: Sequence[Prompt]) -> Iterator[State | None]:
-    """The state at the first tournament of each generation, or None if the guard sees no reason for one."""
+    """Per prompt, the state at the first tournament of its generation, or None if there is no tournament."""
 
     def stop(tournament: Tournament) -> None:
         raise Caught(tournament)
@@ -124,6 +124,7 @@ def catch(guard: GuardPaint, base: Base, prompts: Sequence[Prompt]) -> Iterator[
 
 
 def state_of(tournament: Tournament, base: str, kind: str, seed: int) -> State:
+    """The state from which a tournament can be replayed."""
     draft = tournament.draft
     return State(
         base=base,
@@ -141,9 +142,11 @@ def state_of(tournament: Tournament, base: str, kind: str, seed: int) -> State:
 
 
 def tournament_of(state: State, parts: Parts) -> Tournament:
-    """The same point again, with any guard's parts; its repairer must not need the running base."""
+    """A tournament from a stored state with the parts of any guard whose repairer works without the base."""
     if parts.repairer.name == "native":
-        raise BadConfig("stored states are replayed without the base, so the repairer must be an inpainter")
+        raise BadConfig(
+            "repairer='native': stored states are replayed without the base, so the repairer must be an inpainter"
+        )
 
     def look(images: Tensor) -> list[Audit]:
         return parts.audit(images, [state.prompt] * len(images), state.noise)
@@ -173,18 +176,19 @@ def save_states(states: Sequence[State], path: Path) -> None:
 
 
 def load_states(path: Path) -> list[State]:
+    """The states of a file."""
     try:
         return [State(**s) for s in torch.load(path, weights_only=True)]
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no states; catch them with `guardpaint rollouts states`") from error
     except Exception as error:
-        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it to catch them anew") from error
+        raise BadCheckpoint(f"{path}: unreadable ({error}); delete it to catch its states again") from error
 
 
 def collect_states(guard: GuardPaint, base: Base, prompts: Sequence[Prompt], count: int, path: Path) -> int:
     """Catch states until the file has `count` of them or the prompts are used up; returns how many it has.
 
-    States that were caught before are kept.
+    States that the file already has are kept.
     """
     states = load_states(path) if path.exists() else []
     known = {(s.prompt, s.seed) for s in states}
@@ -201,7 +205,7 @@ def collect_states(guard: GuardPaint, base: Base, prompts: Sequence[Prompt], cou
 
 
 def state_file(folder: Path, base: str, split: str) -> Path:
-    """Where the states of a base are stored; a path or hub id becomes a file name."""
+    """The file for the states of a base; a base named by path or hub id is turned into a file name."""
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', base).strip('_')}-{split}.pt"
 
 
@@ -209,7 +213,7 @@ def state_file(folder: Path, base: str, split: str) -> Path:
 
 
 def actions(proposer: Proposer, tournament: Tournament, n: int) -> tuple[tuple[Knobs, ...], Tensor, Tensor, Tensor]:
-    """n knob sets, their pre-clip values, seed buckets, and how likely the proposer was to draw them."""
+    """n sets of knobs, their values before clipping, their seed buckets and their log-probabilities."""
     if isinstance(proposer, TournamentProposer):
         with torch.no_grad():
             drawn = proposer.sample(proposer.encode(tournament.state), n, generator(tournament.seed, "proposer"))
@@ -223,7 +227,7 @@ def actions(proposer: Proposer, tournament: Tournament, n: int) -> tuple[tuple[K
 
 
 def null_change(tournament: Tournament) -> float:
-    """ΔS of an edit that changes nothing: the control once through the inpainter's autoencoder, inside the mask."""
+    """ΔS of a null edit: the masked area only passes through the inpainter's autoencoder."""
     repairer = tournament.parts.repairer
     if not isinstance(repairer, Inpainter):
         return 0.0
@@ -237,7 +241,7 @@ def null_change(tournament: Tournament) -> float:
 
 
 def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple[dict[str, Any], TournamentResult]:
-    """One tournament from a stored state: a row for the rollouts, and the tournament itself."""
+    """Play one tournament from a stored state; returns its row for the rollouts and its result."""
     tournament = tournament_of(state, parts)
     knobs, unit, buckets, log_prob = actions(proposer, tournament, n)
     began = time.perf_counter()
@@ -279,7 +283,7 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
 
 
 def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: int, path: Path) -> int:
-    """Rows of every state that has none yet, appended in parts of 25. Returns how many are new."""
+    """Play from every state that has no row yet and write rows in files of 25; returns the number of new rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -306,15 +310,18 @@ def play_all(states: Sequence[State], guard: GuardPaint, proposer: Proposer, n: 
 
 
 def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
-    """Hash of what plays: with another guard, proposer or number of candidates, tournaments are played anew."""
+    """Hash of guard, proposer and number of candidates, which names their rollout files."""
     own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
     looks = [guard.parts.auditor.sizes, guard.policy.digest()]
-    weights = {k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")}  # of who plays
+    weights = {
+        k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")
+    }  # the player is hashed as `own`
     text = repr([weights, *looks, sorted(guard.config.to_dict().items(), key=str), own, n, *more])
     return sha256_hex(text)[:12]
 
 
 def read_rollouts(path: Path, proposer: str | None = None) -> list[dict[str, Any]]:
+    """All rows in a folder of rollouts, or those of one proposer."""
     import pyarrow.parquet as pq
 
     files = sorted(path.glob(f"{proposer or '*'}-*.parquet"))
@@ -324,14 +331,16 @@ def read_rollouts(path: Path, proposer: str | None = None) -> list[dict[str, Any
 
 
 def shards(states: Sequence[State], count: int) -> list[list[State]]:
+    """The states split into `count` lists of about equal length."""
     return [list(states[k::count]) for k in range(count)]
 
 
 Job = tuple[list[State], str, str, int, Path]
+"""States, guard checkpoint, proposer, number of candidates, folder for the rows."""
 
 
 def work(job: Job) -> int:
-    """One process's share; the same function on a pool and on a cluster."""
+    """Play one process's share of the states; returns the number of new rows."""
     states, guard, proposer, n, path = job
     torch.set_num_threads(1)
     loaded = GuardPaint.from_pretrained(guard)
@@ -339,7 +348,7 @@ def work(job: Job) -> int:
 
 
 def open_proposer(name: str) -> Proposer:
-    """uniform, fixed, strong, or a directory with a trained one."""
+    """The proposer `uniform`, `fixed` or `strong`, or a trained one from its directory."""
     known: dict[str, Callable[[], Proposer]] = {
         "uniform": UniformProposer,
         "fixed": FixedProposer,

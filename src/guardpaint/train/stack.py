@@ -1,4 +1,4 @@
-"""Several LoRAs trained one on top of the other, as one: ranks side by side.
+"""Combine LoRAs that were trained on top of each other into one, by concatenating their ranks.
 
 guardpaint train mini-inpaint-safe --stage stack --out runs/mini-inpaint-safe
 """
@@ -19,10 +19,10 @@ PREFIX = "base_model.model."
 
 
 def adapter(run: Path) -> dict[str, Tensor]:
-    """The LoRA of a finished alignment run; its scale must be 1, as the stages train it."""
+    """The LoRA of a finished alignment run; its scale (alpha over rank) must be 1."""
     file, shape = run / "lora" / "adapter_model.safetensors", run / "lora" / "adapter_config.json"
     if not file.exists():
-        raise BadCheckpoint(f"{file}: not there; has the run reached its last step?")
+        raise BadCheckpoint(f"{file}: no such file; train the run until its last step")
     config = read_json(shape)
     if config["lora_alpha"] != config["r"]:
         raise BadCheckpoint(
@@ -32,16 +32,16 @@ def adapter(run: Path) -> dict[str, Tensor]:
 
 
 def stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """W + B₁A₁ + B₂A₂ + … = W + [B₁ B₂ …][A₁; A₂; …], for every module any part touches."""
+    """W + B₁A₁ + B₂A₂ + … = W + [B₁ B₂ …][A₁; A₂; …], for every module that any part changes."""
     out = {}
     for name in sorted({k for part in parts for k in part}):
-        found = [part[name] for part in parts if name in part]
-        out[f"unet.{name}"] = torch.cat(found, 0 if ".lora_A." in name else 1).half().contiguous()
+        matrices = [part[name] for part in parts if name in part]
+        out[f"unet.{name}"] = torch.cat(matrices, 0 if ".lora_A." in name else 1).half().contiguous()
     return out
 
 
 def run(runs: list[Path], out: Path) -> Path:
-    """Write one LoRA that diffusers loads, with the cards of the stages it is made of."""
+    """Write one LoRA that diffusers can load, with the cards of its stages; returns its path."""
     tensors = stacked([adapter(r) for r in runs])
     file = out / "model" / LORA
     write_atomic(file, save(tensors))

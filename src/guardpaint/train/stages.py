@@ -2,7 +2,7 @@
 
 guardpaint train MODEL --out runs/MODEL
 
-Every stage has a folder of its own in the run directory. `catalogue.py` says which models and stages there are.
+Every stage has its own folder in the run directory. `catalogue.py` lists the models and their stages.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from guardpaint.train.catalogue import (
 from guardpaint.train.engine import STATE, Run
 
 RECORD = "stage.yaml"
-"""In a stage's folder: its config, and the inputs it began with."""
+"""File in a stage's folder that records its config and the inputs it started with."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A stage with its directory and its inputs as paths: one line of a plan."""
+    """One step of a plan: a stage with its directory and its resolved inputs."""
 
     stage: Stage
     out: Path
     inputs: Inputs
     missing: tuple[str, ...]
-    """What its inputs still lack, as sentences."""
+    """One message per input that is missing."""
     command: str
 
     @property
@@ -55,13 +55,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `guardpaint train MODEL` is going to do."""
+    """The steps that `guardpaint train MODEL` will run."""
 
     model: Model
     steps: tuple[Step, ...]
 
     def lines(self) -> list[str]:
-        """One line per stage, for people."""
+        """A readable line per step, for --dry-run."""
         out = []
         for step in self.steps:
             state = "finished, skipped" if step.finished else "resumes" if step.begun else "runs"
@@ -78,11 +78,11 @@ class Resolver:
     model: Model
     out: Path
     settings: Mapping[str, tuple[str, ...]]
-    """From the command line: values of `$name`, and `stage.input` to replace one input of one stage."""
+    """Values of --set: `name` fills `$name`, and `stage.input` replaces one input of one stage."""
 
     def step(self, stage: Stage, name: str) -> Step:
-        """A stage with its inputs resolved; `name` is how the model was asked for."""
-        found, missing, used = Inputs(), [], {}
+        """A stage with its inputs resolved; `name` is the model's name or file on the command line."""
+        inputs, missing, used = Inputs(), [], {}
         own = {key.split(".", 1)[1]: key for key in self.settings if key.startswith(f"{stage.name}.")}
         for key in dict.fromkeys((*stage.inputs, *own)):
             values: list[str] = []
@@ -94,13 +94,13 @@ class Resolver:
                 except BadInput as error:
                     missing.append(str(error))
                     values.append(reference)
-            found[key] = tuple(values)
-        given = "".join(f" --set {key}={value}" for key, values in used.items() for value in values)
-        command = f"guardpaint train {name} --stage {stage.name} --out {self.out}{given}"
-        return Step(stage, self.out / stage.name, found, tuple(missing), command)
+            inputs[key] = tuple(values)
+        options = "".join(f" --set {key}={value}" for key, values in used.items() for value in values)
+        command = f"guardpaint train {name} --stage {stage.name} --out {self.out}{options}"
+        return Step(stage, self.out / stage.name, inputs, tuple(missing), command)
 
     def resolve(self, reference: str, stage: Stage) -> list[str]:
-        """Paths behind one reference of a stage's inputs."""
+        """The paths or values that one reference in a stage's inputs stands for."""
         if reference.startswith("$"):
             values = self.settings.get(reference[1:])
             if not values:
@@ -114,7 +114,10 @@ class Resolver:
         return [self.named(reference)]
 
     def named(self, reference: str) -> str:
-        """Another model (the one trained beside this run, or else the shipped one) or a stage of its run."""
+        """The folder of another model or of one of its stages.
+
+        A model trained in a sibling of this run directory is preferred to the shipped one.
+        """
         name, _, stage = reference.partition("/")
         if name not in model_names():
             raise BadInput(f"{reference!r} is neither an earlier stage of {self.model.name} nor a model")
@@ -124,22 +127,22 @@ class Resolver:
             return str(beside)
         folder = None if stage else next((f for known in catalogues() if (f := known.shipped(name))), None)
         if folder is None:
-            how = f"guardpaint train {name}{f' --stage {stage}' if stage else ''} --out {self.out.parent / name}"
-            raise BadInput(f"{reference} is not trained yet: {how}")
+            command = f"guardpaint train {name}{f' --stage {stage}' if stage else ''} --out {self.out.parent / name}"
+            raise BadInput(f"{reference} is not trained yet: {command}")
         return str(folder)
 
 
 def make_plan(
     name: str, out: Path, only: Sequence[str] = (), settings: Mapping[str, Sequence[str]] | None = None
 ) -> Plan:
-    """The stages of a model that are to run, with their inputs; without `only`, all but the alternatives."""
+    """A plan of the stages `only`, or of all stages but the alternatives, with their inputs resolved."""
     model = load_model(name)
     wanted = [model.stage(n) for n in only] or [s for s in model.stages if not s.alternative]
-    given = {key: tuple(values) for key, values in (settings or {}).items()}
-    resolver = Resolver(model, out, given)
+    values = {key: tuple(several) for key, several in (settings or {}).items()}
+    resolver = Resolver(model, out, values)
     known = {ref[1:] for s in model.stages for refs in s.inputs.values() for ref in refs if ref.startswith("$")}
     unknown = sorted(
-        key for key in given if key not in known and key.split(".")[0] not in {s.name for s in model.stages}
+        key for key in values if key not in known and key.split(".")[0] not in {s.name for s in model.stages}
     )
     if unknown:
         choices = ", ".join(sorted(known)) or "nothing by name"
@@ -151,8 +154,8 @@ def make_plan(
 
 
 def check_ready(plan: Plan) -> None:
-    """Refuse to begin when an input is missing that no stage of this plan is going to make."""
-    made = {str(step.out / "model") for step in plan.steps}
+    """Raise BadInput if a step lacks an input that no other step of the plan produces."""
+    produced = {str(step.out / "model") for step in plan.steps}
     for step in plan.steps:
         if step.finished:
             continue
@@ -160,16 +163,17 @@ def check_ready(plan: Plan) -> None:
             raise BadInput(f"{plan.model.name}: {step.missing[0]} (or choose other stages with --stage)")
         runs = {str(step.out.parent / s.name / "model"): s.name for s in plan.model.stages}
         for value in (v for values in step.inputs.values() for v in values):
-            if value in runs and value not in made and not (Path(value) / "card.json").exists():
+            if value in runs and value not in produced and not (Path(value) / "card.json").exists():
                 raise BadInput(
-                    f"stage {step.stage.name} starts from stage {runs[value]}, which is not finished in {value}"
+                    f"stage {step.stage.name} starts from stage {runs[value]}, which is not finished in {value}; "
+                    f"add --stage {runs[value]}"
                 )
 
 
 def execute(plan: Plan, minutes: float | None, say: Callable[[str], None], quiet: bool = False) -> bool:
     """Run the stages of a plan in order; returns whether all are finished.
 
-    Finished stages are skipped, an interrupted one resumes. `minutes` is for the whole sitting.
+    Finished stages are skipped, an interrupted one resumes. `minutes` limits all stages together.
     """
     from accelerate import PartialState
 
@@ -182,12 +186,12 @@ def execute(plan: Plan, minutes: float | None, say: Callable[[str], None], quiet
             continue
         left = None if minutes is None else minutes - (time.monotonic() - start) / 60
         if ran and left is not None and left <= 0:
-            say(f"{step.stage.name}: out of time; run the same command to go on")
+            say(f"{step.stage.name}: out of time; run the same command again to resume")
             return False
         say(f"{step.stage.name}: {'resumes' if step.begun else 'begins'} in {step.out}")
         run_step(step, left, quiet)
         ran = True
-        PartialState().wait_for_everyone()  # under `accelerate launch` no process starts from a half-saved model
+        PartialState().wait_for_everyone()  # under `accelerate launch` no process starts from a partly saved model
         if not step.finished:
             return False
         say(f"{step.stage.name}: finished, {step.out / 'model'}")
@@ -195,7 +199,7 @@ def execute(plan: Plan, minutes: float | None, say: Callable[[str], None], quiet
 
 
 def run_step(step: Step, minutes: float | None, quiet: bool) -> None:
-    """Train one stage; its card names the command that repeats it."""
+    """Train one stage and write the command that repeats it into its card."""
     check_record(step)
     write_atomic(step.out / RECORD, yaml.safe_dump(record(step), sort_keys=False).encode())
     find_trainer(step.stage.trainer, step.stage.name).run(Run(step.out / RECORD, step.out, minutes, quiet), step.inputs)
@@ -205,7 +209,7 @@ def run_step(step: Step, minutes: float | None, quiet: bool) -> None:
 
 
 def record(step: Step) -> dict[str, Any]:
-    """What a run directory remembers of its stage."""
+    """The trainer, inputs and config of a step, as stored in its folder."""
     inputs = {
         name: [str(Path(v).resolve()) if Path(v).exists() else v for v in values]
         for name, values in step.inputs.items()
@@ -214,7 +218,7 @@ def record(step: Step) -> dict[str, Any]:
 
 
 def check_record(step: Step) -> None:
-    """A run goes on with the config and the inputs it began with, or not at all."""
+    """Raise BadConfig if a run was started with another trainer, config or (until it is finished) other inputs."""
     path = step.out / RECORD
     if not path.exists():
         return
@@ -224,6 +228,6 @@ def check_record(step: Step) -> None:
     changed = [key for key in now if before.get(key) != now[key]]
     if changed:
         raise BadConfig(
-            f"{path}: this run began with another `{changed[0]}` ({before.get(changed[0])}, now {now[changed[0]]}); "
-            "choose another --out, or move the old run away"
+            f"{path}: this run was started with another `{changed[0]}` "
+            f"({before.get(changed[0])}, now {now[changed[0]]}); choose another --out, or move the old run away"
         )
