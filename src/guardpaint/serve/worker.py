@@ -124,6 +124,8 @@ class Drawing(Protocol):
     def close(self) -> None: ...
     async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse: ...
     async def catches(self, bad: Image.Image) -> bool: ...
+    def log_problem(self) -> str: ...
+    def rotate_log(self) -> str: ...
 
 
 class Worker:
@@ -175,6 +177,16 @@ class Worker:
 
     async def catches(self, bad: Image.Image) -> bool:
         return await asyncio.to_thread(catches, self.guard, bad)
+
+    def log_problem(self) -> str:
+        """Why the audit log cannot take a record now; empty if it can, or if there is none."""
+        return "" if self.guard.audit_log is None else self.guard.audit_log.problem()
+
+    def rotate_log(self) -> str:
+        """Put the audit log aside and go on in a new file; returns the name of the old one."""
+        if self.guard.audit_log is None:
+            raise BadConfig("this service keeps no audit log: start it with --audit-log")
+        return self.guard.audit_log.rotate().name
 
     def change_policy(self, policy: Policy, by: str) -> None:
         """Use another policy from the next batch on. A change that cannot be logged is not made."""
