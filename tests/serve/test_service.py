@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import re
 import time
 
@@ -545,3 +546,26 @@ def test_an_operator_rotates_the_log_of_a_running_service(client, tmp_path):
     state = verify_log(tmp_path / "audit.jsonl", key=b"secret", anchor=tmp_path / "head")
     assert state.ok and state.records == 3
     assert client().post("/v1/log/rotate", headers=bearer(OPERATOR)).status_code == 400
+
+
+def test_the_tail_of_a_long_prompt_is_not_logged(client):
+    """diffusers warns about what its text encoder cuts off, and quotes it."""
+    from diffusers.utils import logging as diffusers_log
+
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    level = diffusers_log.get_verbosity()
+    diffusers_log.set_verbosity_warning()
+    logging.getLogger("diffusers").addHandler(handler)
+    try:
+        long, pipe = "a quiet street " * 20 + "with a private name", small.pipeline("sd")
+        logging.getLogger(type(pipe).__module__).filters.clear()  # those of services that other tests started
+        pipe(long, **CALL)
+        assert any("private name" in line for line in seen), "what is being prevented"
+        seen.clear()
+        assert ask(client(), prompt=long).status_code == 200
+        assert not any("private name" in line for line in seen)
+    finally:
+        logging.getLogger("diffusers").removeHandler(handler)
+        diffusers_log.set_verbosity(level)

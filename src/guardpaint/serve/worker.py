@@ -128,6 +128,22 @@ class Drawing(Protocol):
     def rotate_log(self) -> str: ...
 
 
+class NoPrompts(logging.Filter):
+    """Keeps prompts out of the log: diffusers writes what a text encoder cuts off into a warning."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "truncated" not in str(record.msg)
+
+
+def keep_prompts_out(pipe: Any) -> None:
+    """Filter the loggers of a pipeline's own modules."""
+    for cls in type(pipe).__mro__:
+        if cls.__module__.startswith("diffusers."):
+            logger = logging.getLogger(cls.__module__)
+            if not any(isinstance(f, NoPrompts) for f in logger.filters):
+                logger.addFilter(NoPrompts())
+
+
 class Worker:
     """Draws with one pipeline in one thread. `submit` never blocks; a full queue raises Overloaded."""
 
@@ -140,6 +156,7 @@ class Worker:
         self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), native)
         self.scale, self.retains = int(pipe.vae_scale_factor), guard.config.retain_evidence
         self.shown = SHOWN + (("released_flagged",) if guard.policy.last_resort[-1] == "keep" else ())
+        keep_prompts_out(pipe)
         self.waiting: deque[Job] = deque()
         self.ready, self.changing = threading.Condition(), threading.Lock()
         self.closing = False
