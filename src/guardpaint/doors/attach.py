@@ -111,7 +111,7 @@ def freed(scheduler: Any) -> Any:
 _CLASSES: dict[type, type] = {}
 
 
-def twin_class(cls: type) -> type:
+def twin_class(cls: Any) -> type:
     """A subclass of the pipeline's class whose __call__ runs under guard; made once per class."""
     if cls in _CLASSES:
         return _CLASSES[cls]

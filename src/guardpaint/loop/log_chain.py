@@ -77,10 +77,9 @@ def read_anchor(path: Path, key: bytes | None, signed: bool = True) -> Anchor:
     except (OSError, ValueError) as error:
         raise AuditLogError(f"anchor {path}: unreadable ({error})") from error
     seq, head = (value.get("seq"), value.get("head")) if isinstance(value, dict) else (None, None)
-    good = isinstance(seq, int) and not isinstance(seq, bool) and seq >= 0 and isinstance(head, str) and len(head) == 64
-    if not good:
+    if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0 or not isinstance(head, str) or len(head) != 64:
         raise AuditLogError(f"anchor {path}: does not hold a number of records and the hash of the last one")
-    anchor = Anchor(int(seq), str(head))
+    anchor = Anchor(seq, head)
     if key is not None and signed and not hmac.compare_digest(str(value.get("mac", "")), anchor.signature(key)):
         raise AuditLogError(
             f"anchor {path}: not signed with this key. If it was written by an older version and you trust it, sign it "
