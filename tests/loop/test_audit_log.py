@@ -136,7 +136,7 @@ def test_a_lost_anchor_is_noticed(written):
 
 
 def test_an_anchor_that_cannot_be_written_takes_the_record_back(tmp_path, monkeypatch):
-    import guardpaint.loop.audit_log as module
+    import guardpaint.loop.log_chain as module
 
     log = AuditLog(tmp_path / "log.jsonl", anchor=tmp_path / "head")
     log.append([{"n": 0}])

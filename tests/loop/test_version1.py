@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from guardpaint.cli.main import app
-from guardpaint.loop.audit_log import AuditLog, read_entries, replay, verify_log
+from guardpaint.loop.audit_log import AuditLog, read_entries, replay, sign_anchor, verify_log
 from guardpaint.loop.report import load_report
 from guardpaint.loop.report_page import render
 
@@ -54,14 +54,25 @@ def test_inspect_tells_what_happened():
     assert json.loads(run("inspect", REPORT, "--json").output) == load_report(REPORT)
 
 
-def test_the_log_verifies_with_key_and_anchor():
-    state = verify_log(LOG, key=KEY, anchor=ANCHOR)
+@pytest.fixture
+def signed(tmp_path):
+    """The log and its anchor, which version 0.1 did not sign, after `guardpaint log sign`."""
+    log, anchor = (Path(shutil.copy(path, tmp_path)) for path in (LOG, ANCHOR))
+    sign_anchor(log, key=KEY, anchor=anchor)
+    return log, anchor
+
+
+def test_the_log_verifies_with_key_and_anchor(signed):
+    assert verify_log(LOG, key=KEY).ok
+    state = verify_log(signed[0], key=KEY, anchor=signed[1])
     assert state.ok and state.records == 3 and state.keyed and state.anchored
     assert not verify_log(LOG, key=b"another").ok
+    unsigned = verify_log(LOG, key=KEY, anchor=ANCHOR)
+    assert "log sign" in unsigned.problems[0]
 
 
-def test_the_log_can_be_continued(tmp_path):
-    log, anchor = (Path(shutil.copy(path, tmp_path)) for path in (LOG, ANCHOR))
+def test_the_log_can_be_continued(signed):
+    log, anchor = signed
     with AuditLog(log, key=KEY, anchor=anchor) as opened:
         opened.append([{"policy": {}, "by": "a test"}], kind="event")
     state = verify_log(log, key=KEY, anchor=anchor)
@@ -80,9 +91,9 @@ def test_replay_finds_a_changed_score(reports):
     assert any("winner" in problem for problem in replay(reports[0]))
 
 
-def test_the_log_commands_work(tmp_path):
+def test_the_log_commands_work(signed, tmp_path):
     (tmp_path / "key").write_bytes(KEY)
-    verified = run("log", "verify", LOG, "--key-file", tmp_path / "key", "--anchor", ANCHOR)
+    verified = run("log", "verify", signed[0], "--key-file", tmp_path / "key", "--anchor", signed[1])
     assert verified.exit_code == 0 and "3 records, chain intact" in verified.output
     for record in (0, 1):
         result = run("log", "replay", LOG, "--record", record)

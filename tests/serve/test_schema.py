@@ -17,7 +17,7 @@ from guardpaint.testing.doubles import FlagsBright
 
 PATHS = (
     "/v1/images/generations", "/v1/models", "/v1/audits", "/v1/images/{name}.png", "/v1/reports/{name}",
-    "/v1/reports/{name}/evidence", "/v1/me", "/v1/policy", "/health", "/ready", "/metrics",
+    "/v1/reports/{name}/evidence", "/v1/me", "/v1/policy", "/v1/log/rotate", "/health", "/ready", "/metrics",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import re
 import time
 
@@ -503,3 +504,68 @@ def test_turned_away_pictures_cost_no_rate(client):
     with TestClient(create_app(service)) as test:
         assert ask(test, n=3).status_code == 503
         assert ask(test, n=2).status_code == 200
+
+
+# The log under a running service ------------------------------------------------------------------------------
+
+
+def logged(client, tmp_path):
+    """A service with a keyed and anchored log."""
+
+    class FlagsWhite(AlwaysSafe):
+        """Flags the plain white picture of the self-test and nothing else."""
+
+        def audit(self, images, prompts, noise):
+            white = [bool((image > 0.99).all()) for image in images]
+            return [(AlwaysUnsafe() if w else AlwaysSafe()).audit(images[:1], [p], noise)[0]
+                    for w, p in zip(white, prompts, strict=True)]  # fmt: skip
+
+    log = AuditLog(tmp_path / "audit.jsonl", key=b"secret", anchor=tmp_path / "head")
+    return client(guard=GuardPaint(FlagsWhite(), PaintsFlat(), audit_log=log))
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated"])
+def test_a_log_that_was_touched_stops_releases_and_readiness(client, tmp_path, damage):
+    test = logged(client, tmp_path)
+    assert ask(test).status_code == 200 and test.get("/ready").status_code == 200
+    path = tmp_path / "audit.jsonl"
+    path.unlink() if damage == "removed" else path.write_bytes(b"")
+    answer = ask(test)
+    assert answer.status_code == 503 and "b64_json" not in answer.text
+    ready = test.get("/ready")
+    assert ready.status_code == 503 and "audit log" in ready.json()["error"]["message"]
+
+
+def test_an_operator_rotates_the_log_of_a_running_service(client, tmp_path):
+    test = logged(client, tmp_path)
+    assert ask(test).status_code == 200
+    assert test.post("/v1/log/rotate", headers=bearer()).status_code == 403
+    answer = test.post("/v1/log/rotate", headers=bearer(OPERATOR))
+    assert answer.status_code == 200 and (tmp_path / answer.json()["archived"]).exists()
+    assert ask(test).status_code == 200
+    state = verify_log(tmp_path / "audit.jsonl", key=b"secret", anchor=tmp_path / "head")
+    assert state.ok and state.records == 3
+    assert client().post("/v1/log/rotate", headers=bearer(OPERATOR)).status_code == 400
+
+
+def test_the_tail_of_a_long_prompt_is_not_logged(client):
+    """diffusers warns about what its text encoder cuts off, and quotes it."""
+    from diffusers.utils import logging as diffusers_log
+
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    level = diffusers_log.get_verbosity()
+    diffusers_log.set_verbosity_warning()
+    logging.getLogger("diffusers").addHandler(handler)
+    try:
+        long, pipe = "a quiet street " * 20 + "with a private name", small.pipeline("sd")
+        logging.getLogger(type(pipe).__module__).filters.clear()  # those of services that other tests started
+        pipe(long, **CALL)
+        assert any("private name" in line for line in seen), "what is being prevented"
+        seen.clear()
+        assert ask(client(), prompt=long).status_code == 200
+        assert not any("private name" in line for line in seen)
+    finally:
+        logging.getLogger("diffusers").removeHandler(handler)
+        diffusers_log.set_verbosity(level)

@@ -1,4 +1,4 @@
-"""`guardpaint log …`: verify and replay audit logs."""
+"""`guardpaint log …`: verify, replay, rotate and mend audit logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import typer
 
 from guardpaint.cli.common import JsonOption, fail
 
-app = typer.Typer(help="Verify and replay audit logs.", no_args_is_help=True)
+File = Annotated[Path, typer.Argument(help="Audit log (JSONL).")]
+KeyFile = Annotated[Path | None, typer.Option(help="Key the log is written with.")]
+AnchorFile = Annotated[Path | None, typer.Option(help="Anchor file of the log.")]
+app = typer.Typer(help="Verify, replay, rotate and mend audit logs.", no_args_is_help=True)
 
 
 @app.command("verify")
@@ -28,6 +31,8 @@ def log_verify(
         typer.echo(json.dumps(vars(state)))
     elif state.ok:
         typer.echo(f"{file}: {state.records} records, chain intact")
+        for note in state.notes:
+            typer.echo(note)
         if not state.anchored:
             typer.echo("no anchor given: a cut tail would not be noticed")
         if not state.keyed:
@@ -61,3 +66,49 @@ def log_replay(
     else:
         typer.echo(f"record {record}: {tournaments} tournaments recomputed, every decision follows from its scores")
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command("rotate")
+def log_rotate(file: File, key_file: KeyFile = None, anchor: AnchorFile = None) -> None:
+    """Put a log aside and begin the next file of its chain. A running service does it by POST /v1/log/rotate."""
+    from guardpaint.loop.audit_log import AuditLog, read_key
+
+    with AuditLog(file, key=read_key(key_file), anchor=anchor) as log:
+        typer.echo(f"{log.rotate()}: put aside; {file} goes on with the chain")
+
+
+@app.command("begin")
+def log_begin(
+    file: File,
+    reason: Annotated[str, typer.Option(help="Why the old chain ends; it is recorded.")],
+    key_file: KeyFile = None,
+    anchor: AnchorFile = None,
+) -> None:
+    """Start a new chain after the old log was lost. Its first record holds the old head and the reason."""
+    from guardpaint.loop.audit_log import begin_chain, read_key
+
+    begin_chain(file, key=read_key(key_file), anchor=anchor, reason=reason)
+    typer.echo(f"{file}: a new chain, whose first record names the head of the old one")
+
+
+@app.command("repair")
+def log_repair(file: File, key_file: KeyFile = None, anchor: AnchorFile = None) -> None:
+    """Cut off a last line that a crash left half written; what is cut off is kept beside the log."""
+    from guardpaint.loop.audit_log import cut_half_line, read_key
+
+    typer.echo(f"{cut_half_line(file, key=read_key(key_file), anchor=anchor)}: the half-written line; the log verifies")
+
+
+@app.command("sign")
+def log_sign(
+    file: File,
+    key_file: Annotated[Path, typer.Option(help="Key the log is written with.")],
+    anchor: Annotated[Path, typer.Option(help="Anchor file that an older version wrote without a signature.")],
+) -> None:
+    """Sign the anchor of a log that verifies."""
+    from guardpaint.loop.audit_log import read_key, sign_anchor
+
+    key = read_key(key_file)
+    assert key is not None
+    sign_anchor(file, key=key, anchor=anchor)
+    typer.echo(f"{anchor}: signed")

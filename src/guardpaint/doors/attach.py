@@ -66,13 +66,52 @@ def attach(guard: Guard, pipe: Any) -> Any:
     twin = copy.copy(pipe)
     twin.__class__ = twin_class(type(pipe))
     vars(twin)["_guardpaint"] = guard
+    vars(twin)["scheduler"] = reserved(pipe.scheduler)
     return twin
+
+
+class ReservedScheduler:
+    """Marks the scheduler of a twin. A pipeline that was made of a twin's parts has it too, and cannot draw with it."""
+
+    _guardpaint_original: type
+
+
+def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise BadInput(
+        "this scheduler belongs to a guarded pipeline, but the pipeline that uses it is not guarded. Make it from the "
+        "original pipeline, then guard it with guard.attach(pipe)"
+    )
+
+
+_RESERVED: dict[type, type] = {}
+
+
+def reserved(scheduler: Any) -> Any:
+    """A copy of a scheduler with the same class name and configuration that refuses to step."""
+    cls = type(scheduler)
+    if issubclass(cls, ReservedScheduler):
+        return scheduler
+    if cls not in _RESERVED:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_guardpaint_original": cls}
+        doors = dict.fromkeys(("set_timesteps", "step"), refuse)
+        _RESERVED[cls] = type(cls.__name__, (cls, ReservedScheduler), {**names, **doors})
+    twin = copy.copy(scheduler)
+    twin.__class__ = _RESERVED[cls]
+    return twin
+
+
+def freed(scheduler: Any) -> Any:
+    """A private copy of a twin's scheduler that steps, for one guarded call."""
+    run = copy.deepcopy(scheduler)
+    if isinstance(run, ReservedScheduler):
+        run.__class__ = run._guardpaint_original
+    return run
 
 
 _CLASSES: dict[type, type] = {}
 
 
-def twin_class(cls: type) -> type:
+def twin_class(cls: Any) -> type:
     """A subclass of the pipeline's class whose __call__ runs under guard; made once per class."""
     if cls in _CLASSES:
         return _CLASSES[cls]
@@ -91,12 +130,20 @@ def twin_class(cls: type) -> type:
         arguments.update(arguments.pop("kwargs", {}))
         return guarded_call(self, original, TwinCall(args, kwargs, arguments, safety_prompt, request_id))
 
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        cls.__setattr__(self, name, reserved(value) if name == "scheduler" and value is not None else value)
+
     parameters = list(signature.parameters.values())
     tail = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     call.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*(p for p in parameters if p not in tail), *extra, *tail]
     )
-    body = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body = {
+        "__call__": call,
+        "__setattr__": set_attribute,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
     return _CLASSES.setdefault(cls, type(cls.__name__, (cls, GuardedTwin), body))
 
 
@@ -104,7 +151,7 @@ def guarded_call(twin: Any, original: Any, request: TwinCall) -> Any:
     """Run the pipeline's own __call__ on a private copy with a private scheduler, then release its images."""
     guard: Guard = twin._guardpaint
     run = copy.copy(twin)
-    vars(run)["scheduler"] = copy.deepcopy(twin.scheduler)
+    vars(run)["scheduler"] = freed(twin.scheduler)
     arguments = request.arguments
     call = guard.open(
         run,

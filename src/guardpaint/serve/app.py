@@ -315,6 +315,18 @@ def create_app(service: Service) -> FastAPI:
         log.info(json.dumps({"policy": new.name, "by": key.name}))
         return new.to_dict()
 
+    @app.post("/v1/log/rotate", responses=promised(400, 401, 403, 503))
+    async def rotate_log(key: Operator) -> Any:
+        """Put the audit log aside and go on in a new file of the same chain."""
+        try:
+            name = await asyncio.to_thread(service.worker.rotate_log)
+        except AuditLogError as error:
+            raise withheld(FAILED) from error
+        except GuardPaintError as error:
+            raise refused(400, str(error), None) from error
+        log.info(json.dumps({"rotated": name, "by": key.name}))
+        return {"archived": name}
+
     @app.get("/health", responses=promised(503))
     async def health() -> Any:
         if not service.worker.alive:
@@ -323,7 +335,11 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/ready", responses=promised(503))
     async def ready() -> Any:
-        """Whether the weights are loaded and the guard flags a picture that is known to be unsafe."""
+        """Whether the weights are loaded, the guard flags a picture that is known to be unsafe, and the audit log can
+        take a record."""
+        if reason := service.worker.log_problem():
+            log.error("not ready: %s", reason)
+            return failure(503, "the audit log cannot take a record", "not_ready", kind="server_error")
         if service.worker.closing or not await service.passes_self_test():
             return failure(
                 503,

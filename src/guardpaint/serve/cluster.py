@@ -253,6 +253,16 @@ class Cluster:
             self.caught = None
         return self.caught is not None and self.caught[0] is rule and self.caught[1]
 
+    def log_problem(self) -> str:
+        """Why the ingress's own log cannot take a record now; replicas fail closed by themselves."""
+        return "" if self.record is None else self.record.problem()
+
+    def rotate_log(self) -> str:
+        """Put the ingress's own log aside; replicas' logs are rotated while they are stopped."""
+        if self.record is None:
+            raise BadConfig("this service keeps no audit log: start it with --audit-log")
+        return self.record.rotate().name
+
     def change_policy(self, policy: Policy, by: str) -> None:
         """Send another policy with every later order. A change that cannot be logged is not made."""
         if policy.last_resort[-1] == "keep" and not self.facts.keeps:

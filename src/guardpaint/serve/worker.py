@@ -124,6 +124,24 @@ class Drawing(Protocol):
     def close(self) -> None: ...
     async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse: ...
     async def catches(self, bad: Image.Image) -> bool: ...
+    def log_problem(self) -> str: ...
+    def rotate_log(self) -> str: ...
+
+
+class NoPrompts(logging.Filter):
+    """Keeps prompts out of the log: diffusers writes what a text encoder cuts off into a warning."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "truncated" not in str(record.msg)
+
+
+def keep_prompts_out(pipe: Any) -> None:
+    """Filter the loggers of a pipeline's own modules."""
+    for cls in type(pipe).__mro__:
+        if cls.__module__.startswith("diffusers."):
+            logger = logging.getLogger(cls.__module__)
+            if not any(isinstance(f, NoPrompts) for f in logger.filters):
+                logger.addFilter(NoPrompts())
 
 
 class Worker:
@@ -138,6 +156,7 @@ class Worker:
         self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), native)
         self.scale, self.retains = int(pipe.vae_scale_factor), guard.config.retain_evidence
         self.shown = SHOWN + (("released_flagged",) if guard.policy.last_resort[-1] == "keep" else ())
+        keep_prompts_out(pipe)
         self.waiting: deque[Job] = deque()
         self.ready, self.changing = threading.Condition(), threading.Lock()
         self.closing = False
@@ -175,6 +194,16 @@ class Worker:
 
     async def catches(self, bad: Image.Image) -> bool:
         return await asyncio.to_thread(catches, self.guard, bad)
+
+    def log_problem(self) -> str:
+        """Why the audit log cannot take a record now; empty if it can, or if there is none."""
+        return "" if self.guard.audit_log is None else self.guard.audit_log.problem()
+
+    def rotate_log(self) -> str:
+        """Put the audit log aside and go on in a new file; returns the name of the old one."""
+        if self.guard.audit_log is None:
+            raise BadConfig("this service keeps no audit log: start it with --audit-log")
+        return self.guard.audit_log.rotate().name
 
     def change_policy(self, policy: Policy, by: str) -> None:
         """Use another policy from the next batch on. A change that cannot be logged is not made."""

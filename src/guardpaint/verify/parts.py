@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from guardpaint.errors import BadInput, NotFinite
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.ranker import Ranker
 from guardpaint.types import Audit, Auditor, Proposer, Repairer, SeamMetric
+
+SLACK, SUM_SLACK = 1e-4, 1e-2
+"""How far rounding may carry a score out of [0, 1], and a sum of probabilities away from 1."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,15 @@ class Parts:
 
 
 def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:
-    """A score that is missing or not a number is an error, never a pass."""
+    """A score that is missing, not a number or no probability is an error, never a pass."""
     if set(audit.probs) != set(categories):
         raise BadInput(f"the auditor scored {sorted(audit.probs)}, the policy names {sorted(categories)}")
     numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
-    bad = [x for x in numbers if not (x == x and abs(x) != float("inf"))]
-    if bad or not torch.isfinite(audit.adv_map).all():
+    if not all(math.isfinite(x) for x in numbers) or not torch.isfinite(audit.adv_map).all():
         raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")
+    outside = [x for x in numbers if not -SLACK <= x <= 1 + SLACK]
+    if outside:
+        raise BadInput(f"the auditor answered with {outside[0]}: scores and probabilities lie in [0, 1]")
+    total = sum(audit.probs.values())
+    if abs(total - 1) > SUM_SLACK:
+        raise BadInput(f"the auditor's probabilities sum to {total:.3f}, not to 1: {audit.probs}")

@@ -1,0 +1,36 @@
+"""Replay of a report: every decision recomputed from the scores that were recorded."""
+
+from __future__ import annotations
+
+from guardpaint.types import JsonDict
+from guardpaint.verify.utility import GateRules, gates, utility, winner
+
+TOLERANCE = 1e-9
+
+
+def replay(report: JsonDict) -> list[str]:
+    """Recompute gates, utilities and winners of a report from its scores; returns a message for each difference."""
+    problems: list[str] = []
+    for step in report["steps"]:
+        for t in step["tournaments"]:
+            where = f"step {step['step']}, region {t['region']}"
+            level = {k: float("-inf") if v is None else v for k, v in t["rules"].items()}
+            rules = GateRules(level["delta"], level["tau_p"], level["tau_f"])
+            utilities = []
+            for i, c in enumerate(t["candidates"]):
+                s = c["scores"]
+                if not s:
+                    utilities.append(0.0)
+                    if c["utility"] or c["gates"]:
+                        problems.append(f"{where}: candidate {i} has no scores, but a utility or gates")
+                    continue
+                passed = [g.passed for g in gates(s["S"], t["control"]["S"], s["F"], s["P"], rules)]
+                if passed != [g["passed"] for g in c["gates"]]:
+                    problems.append(f"{where}: the gates of candidate {i} do not follow from its scores")
+                u = utility(s["S"], t["control"]["S"], s["F"], s["P"], s["B"], s["Q"], rules)
+                utilities.append(u)
+                if abs(u - c["utility"]) > TOLERANCE:
+                    problems.append(f"{where}: candidate {i} has utility {c['utility']}, scores give {u}")
+            if winner(utilities, t["selection"]) != t["winner"]:
+                problems.append(f"{where}: winner {t['winner']}, scores give {winner(utilities, t['selection'])}")
+    return problems

@@ -1,0 +1,191 @@
+"""What somebody with the disk can do to an audit log, and what the log does about it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from guardpaint.cli.log import app
+from guardpaint.errors import AuditLogError
+from guardpaint.loop.audit_log import AuditLog, begin_chain, cut_half_line, sign_anchor
+from guardpaint.loop.log_chain import verify_log
+
+KEY = b"secret"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A keyed and anchored log of three records, closed."""
+    path, anchor = tmp_path / "audit.jsonl", tmp_path / "outside" / "head"
+    with AuditLog(path, key=KEY, anchor=anchor) as log:
+        for n in range(3):
+            log.append([{"n": n}])
+    return path, anchor
+
+
+def reopen(path, anchor):
+    return AuditLog(path, key=KEY, anchor=anchor)
+
+
+@pytest.mark.parametrize("damage", ["deleted", "emptied", "cut"])
+def test_a_log_shorter_than_its_anchor_does_not_start(files, damage):
+    path, anchor = files
+    kept = anchor.read_bytes()
+    if damage == "deleted":
+        path.unlink()
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    else:
+        path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n")
+    with pytest.raises(AuditLogError, match="3 records"):
+        reopen(path, anchor)
+    assert anchor.read_bytes() == kept, "the anchor is the only witness left"
+
+
+def test_a_new_chain_is_begun_only_on_purpose_and_remembers_the_old_head(files):
+    path, anchor = files
+    old = json.loads(anchor.read_text())
+    with pytest.raises(AuditLogError, match="has records"):
+        begin_chain(path, key=KEY, anchor=anchor, reason="because")
+    path.unlink()
+    begin_chain(path, key=KEY, anchor=anchor, reason="the disk was lost")
+    entry = json.loads(path.read_text().splitlines()[0])
+    assert entry["event"]["begun"]["previous"] == {"seq": 3, "head": old["head"]}
+    with reopen(path, anchor) as log:
+        log.append([{"n": 9}])
+    assert verify_log(path, key=KEY, anchor=anchor).records == 2
+
+
+@pytest.mark.parametrize("damage", ["removed", "moved", "truncated", "replaced", "appended"])
+def test_a_log_changed_under_a_running_service_takes_no_record(files, damage, tmp_path):
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        assert log.problem() == ""
+        if damage == "removed":
+            path.unlink()
+        elif damage == "moved":
+            path.rename(tmp_path / "elsewhere")
+        elif damage == "truncated":
+            os.truncate(path, 10)
+        elif damage == "replaced":
+            copy = path.read_bytes()
+            path.unlink()
+            path.write_bytes(copy)
+        else:
+            with path.open("ab") as file:
+                file.write(b"{}\n")
+        with pytest.raises(AuditLogError, match="changed by somebody else"):
+            log.append([{"n": 4}])
+        assert "changed by somebody else" in log.problem()
+
+
+def test_a_full_disk_is_a_problem_before_it_costs_a_picture(files, monkeypatch):
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        full = os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda p: full)
+        assert "no room" in log.problem()
+
+
+def test_rotation_keeps_the_chain_over_files(files):
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        archived = log.rotate()
+        log.append([{"n": 3}])
+        log.rotate()
+        log.append([{"n": 4}])
+    assert archived.exists() and path.exists() and archived != path
+    state = verify_log(path, key=KEY, anchor=anchor)
+    assert state.ok and state.records == 7, "three, two and the two records that rotations write"
+    with reopen(path, anchor) as log:
+        log.append([{"n": 5}])
+    lines = archived.read_bytes().replace(b'"n":1', b'"n":7')
+    archived.write_bytes(lines)
+    state = verify_log(path, key=KEY, anchor=anchor)
+    assert not state.ok and archived.name in state.problems[0]
+
+
+def test_an_archived_file_may_be_kept_elsewhere(files, tmp_path):
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        archived = log.rotate()
+    archived.rename(tmp_path / "outside" / archived.name)
+    state = verify_log(path, key=KEY, anchor=anchor)
+    assert state.ok and state.first == 3 and archived.name in state.notes[0]
+
+
+def test_the_anchor_is_signed(files):
+    path, anchor = files
+    forged = json.loads(anchor.read_text())
+    path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n")
+    shorter = verify_log(path, key=KEY)
+    for mac in ({}, {"mac": forged["mac"]}):
+        anchor.write_text(json.dumps({"seq": 1, "head": shorter.head, **mac}))
+        with pytest.raises(AuditLogError, match="not signed"):
+            reopen(path, anchor)
+
+
+def test_an_old_anchor_is_signed_on_purpose(files):
+    path, anchor = files
+    old = json.loads(anchor.read_text())
+    anchor.write_text(json.dumps({"seq": old["seq"], "head": old["head"]}))
+    with pytest.raises(AuditLogError, match="log sign"):
+        reopen(path, anchor)
+    sign_anchor(path, key=KEY, anchor=anchor)
+    reopen(path, anchor).close()
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "7", "{}", '{"seq": -1, "head": "0"}', '{"seq": true, "head": "x"}', '{"seq": 1e9}', "", "\x00"]
+)
+def test_a_strange_anchor_is_an_error_and_no_crash(files, text):
+    path, anchor = files
+    anchor.write_text(text)
+    assert not verify_log(path, key=KEY, anchor=anchor).ok
+    with pytest.raises(AuditLogError, match="anchor"):
+        reopen(path, anchor)
+
+
+def test_the_bytes_of_a_line_are_authenticated(files):
+    """A second key of the same name wins for most readers, and would pass if only the parsed record were hashed."""
+    path, _ = files
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b'{"n":1}', b'{"n":8,"n":1}')
+    assert json.loads(lines[1])["report"] == {"n": 1}
+    path.write_bytes(b"\n".join(lines))
+    state = verify_log(path, key=KEY)
+    assert not state.ok and "line 2" in state.problems[0]
+
+
+def test_a_half_written_line_is_cut_off_on_purpose(files):
+    path, anchor = files
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"event":{"half')
+    with pytest.raises(AuditLogError, match="log repair"):
+        reopen(path, anchor)
+    saved = cut_half_line(path, key=KEY, anchor=anchor)
+    assert path.read_bytes() == whole and saved.read_bytes() == b'{"event":{"half'
+    with pytest.raises(AuditLogError, match="no half-written line"):
+        cut_half_line(path, key=KEY, anchor=anchor)
+
+
+def test_the_commands(files, tmp_path):
+    path, anchor = files
+    key = tmp_path / "key"
+    key.write_bytes(KEY)
+    given = [str(path), "--key-file", str(key), "--anchor", str(anchor)]
+
+    def run(verb, *more):
+        return CliRunner().invoke(app, [verb, *given, *more])
+
+    rotated = run("rotate")
+    assert rotated.exit_code == 0 and "audit-" in rotated.output
+    assert "chain intact" in run("verify").output
+    path.write_bytes(path.read_bytes() + b"{")
+    assert run("repair").exit_code == 0 and "chain intact" in run("verify").output
+    path.unlink()
+    assert run("begin", "--reason", "lost").exit_code == 0
+    assert run("sign").exit_code == 0 and "chain intact" in run("verify").output
