@@ -1,6 +1,6 @@
 """Measure cost ratios of the guard at full SD 1.5 size (512², random weights), in one run on one machine.
 
-    python bench/run.py --out docs/results/bench.json        (about half an hour on two cores)
+    python bench/run.py --out docs/results/bench.json        (about 15 minutes on an idle machine)
     python bench/run.py --embedded-only --out out/bench.json   (the small models only, a minute)
 
 Absolute seconds depend on the machine; every reported number is a ratio of parts timed side by side.

@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
             {"model": {"shape": {"small": True}}, "train": {"steps": 1, "batch_size": 4, "learning_rate": 0.1}}
         )
     )
-    with pytest.raises(BadInput, match="name the policy the views were labelled by"):
+    with pytest.raises(BadInput, match="give the policy of the views"):
         trainer.run(config, folder, tmp_path / "run", None, quiet=True, policy=other)
     swapped = replace(POLICY, categories=(POLICY.categories[0], *POLICY.categories[:0:-1]))
     dolls = tmp_path / "dolls"

@@ -102,7 +102,7 @@ def test_a_band_holds_until_the_next():
     "bands", [(), (band(0.5),), (band(0.0), band(0.0)), (band(0.0), band(0.9), band(0.7))], ids=str
 )
 def test_bands_out_of_order_are_refused(bands):
-    with pytest.raises(BadConfig, match="the first at 0, then rising"):
+    with pytest.raises(BadConfig, match="the first must start at 0"):
         Calibration(0.1, 0.1, "x", bands)
 
 
