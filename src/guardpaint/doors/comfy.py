@@ -186,7 +186,7 @@ class Session:
             context = self.context(image, draft, PixelView(picture), edited=True)
             decision = conclude(context, picture, image.edited, repair_here=draft is not None)
             image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
-            if decision.repair is not None:
+            if decision.repair is not None and decision.status.released:
                 context.writer.composed()
             return decision
         except Exception as error:

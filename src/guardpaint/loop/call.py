@@ -267,7 +267,7 @@ class GuardedCall:
 
     def finite(self, draft: Draft, i: int) -> bool:
         """Whether an image's latents are finite; if not, the image fails."""
-        good = bool(torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())
+        good = is_finite(draft)
         if not good:
             self.fail(NotFinite(f"latents hold NaN or infinity at step {draft.step}"), [i])
         return good
@@ -362,3 +362,8 @@ class GuardedCall:
         place = f" at {where[-1].name}" if where else ""
         for i in images:
             self.state.images[i].errors.append(f"{type(error).__name__}: {error}{place}")
+
+
+def is_finite(draft: Draft) -> bool:
+    """Whether a step's latent and clean estimate hold no NaN and no infinity."""
+    return bool(torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())

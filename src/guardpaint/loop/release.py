@@ -16,7 +16,7 @@ from guardpaint.config import audited_steps
 from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadInput, NotFinite
-from guardpaint.loop.call import GuardedCall, ImageState
+from guardpaint.loop.call import GuardedCall, ImageState, is_finite
 from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.report import GuardReport, Status
 from guardpaint.loop.step import StepContext, edit_of
@@ -57,7 +57,7 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
     setup, state = call.setup, call.state
     image, config = state.images[i], setup.parts.config
     try:
-        if i in state.unfinite or (draft is not None and not finite(draft)):
+        if i in state.unfinite or (draft is not None and not is_finite(draft)):
             raise NotFinite("the final image or its latent holds NaN or infinity")
         if image.errors:
             return failed(config.mode)
@@ -76,10 +76,6 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
     except Exception as error:
         call.fail(error, [i])
         return failed(config.mode)
-
-
-def finite(draft: Draft) -> bool:
-    return bool(torch.isfinite(draft.latent).all() and torch.isfinite(draft.x0).all())
 
 
 def picture_of(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None) -> Float[Tensor, "3 h w"]:
