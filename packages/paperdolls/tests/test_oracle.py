@@ -6,6 +6,7 @@ import ast
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from paperdolls.models import oracle as trainer
 from paperdolls.models import vae
 from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Verdicts, truth
 from paperdolls.render import render
-from paperdolls.scene import sample_scene
+from paperdolls.scene import safe_version, sample_scene
 
 GUARD = ("guard", "loop", "doors", "draft", "audit", "repair", "verify", "reinsert", "testing")
 
@@ -110,7 +111,7 @@ def test_small_things_are_looked_for_place_by_place(tmp_path):
     plain = Oracle(OracleNet(OracleConfig(channels=(8, 8, 8, 8))))
     plain.save(tmp_path / "old")
     before = Oracle.load(tmp_path / "old")
-    shape = OracleConfig(channels=(8, 8, 8, 8), spots=8)
+    shape = training.OracleRecipe(channels=(8, 8, 8, 8), spots=8)
     config = TrainConfig(steps=1, batch_size=2, learning_rate=1e-9, seed=1, ema=0.0)
     run = training.Run(tmp_path / "unused.yaml", tmp_path / "run", quiet=True)
     net = training.train(shape, config, run, training.Sources([], warm=tmp_path / "old"))
@@ -142,6 +143,38 @@ def test_props_are_shown_where_they_are():
     assert rows.min() > 32 * (scene.figures[0].feet - 0.2)
     bare = next(s for s in map(sample_scene, range(400)) if not s.figures)
     assert not trainer.prop_places(bare, render(bare).image).any()
+
+
+def test_repaired_pictures_show_what_is_left_of_the_harm():
+    """Painted with the safe version's pixels over the harm a picture is safe; painted beside it, it is still unsafe."""
+    recipe = trainer.OracleRecipe(repaired=1.0, size=128)
+    kept = {"safe": 0, "unsafe": 0}
+    for scene in [sample_scene(s, kind) for s in range(30) for kind in ("nudity", "splash", "blade")]:
+        what, drawn = trainer.shown(scene, recipe)
+        plain, safe = render(scene, 128), render(safe_version(scene), 128)
+        assert (drawn.image != plain.image).any() or what == scene
+        if what.category == "safe":
+            kept["safe"] += 1
+            assert not drawn.mask.any() and np.array_equal(drawn.image[plain.mask], safe.image[plain.mask])
+        else:
+            kept["unsafe"] += 1
+            assert np.array_equal(drawn.mask, plain.mask)
+            assert np.array_equal(drawn.image[plain.mask], plain.image[plain.mask])
+    assert kept["safe"] > 40 and kept["unsafe"] > 10
+    scene = sample_scene(1, "splash")
+    assert trainer.shown(scene, trainer.PLAIN)[0] == scene
+    batch = trainer.lesson(tuple(sample_scene(s, "splash") for s in range(8)), recipe)
+    assert [s.category == "safe" for s in batch.scenes] == (batch.want.category == 0).tolist()
+
+
+def test_an_oracle_may_fold_larger_cells(tmp_path):
+    recipe = trainer.OracleRecipe((8, 8, 8, 8), 8, 128, 4)
+    net = OracleNet(recipe.shape)
+    batch = trainer.lesson(trainer.lesson_scenes(800, 8), recipe)
+    assert net(batch.images)["pixels"].shape == (8, 3, 128, 128) and batch.props.shape[-1] == 32
+    assert torch.isfinite(trainer.losses(net, batch)["loss"])
+    Oracle(net).save(tmp_path)
+    assert Oracle.load(tmp_path).net.config == OracleConfig((8, 8, 8, 8), 8, 128, 4)
 
 
 def test_soft_pictures_leave_blades_alone():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paperdolls.tokenizer import train_tokenizer, world_captions
+from guardpaint.train.catalogue import load_model
+from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS
+from paperdolls.tokenizer import captions_cut, train_t5_tokenizer, train_tokenizer, world_captions
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +55,14 @@ def test_merges_by_hand():
     words = Counter({("a", "a", "b"): 2, ("a", "b"): 1})
     assert learn_merges(words, 2) == [("a", "b"), ("a", "ab")]
     assert learn_merges(words, 99) == [("a", "b"), ("a", "ab")], "nothing left to merge"
+
+
+def test_the_models_at_128_pixels_read_whole_captions():
+    """With 24 tokens, the length of mini-sd3 at 64 pixels, nearly half of the captions lose their end."""
+    texts = list(world_captions(TRAIN_SEEDS, 12_000))
+    clip, t5 = train_tokenizer(texts, length=48), train_t5_tokenizer(texts, length=64)
+    assert captions_cut(clip, TEST_SEEDS) == 0 and captions_cut(t5, TEST_SEEDS) == 0
+    assert captions_cut(train_tokenizer(texts, length=24), TEST_SEEDS, 500) > 200
+    bases = [load_model(f"mini-{name}-128").last.config["model"] for name in ("sd", "sdxl", "sd3", "flux", "inpaint")]
+    assert all(b.get("tokens", 48) == 48 for b in bases)
+    assert all(b["other_tokens"] == 64 for b in bases if b["family"] in ("sd3", "flux"))

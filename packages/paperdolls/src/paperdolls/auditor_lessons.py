@@ -18,7 +18,7 @@ from guardpaint.errors import BadInput
 from guardpaint.train.auditor_pictures import brush, strength_of
 from paperdolls.captions import WORDS, caption
 from paperdolls.masks import grown
-from paperdolls.render import CODE, render
+from paperdolls.render import CODE, SIZE, render
 from paperdolls.scene import HARD_NEGATIVES, Scene, safe_version, sample_scene
 from paperdolls.views import WORLD, audited, make_views, scene_truth
 
@@ -72,21 +72,21 @@ def twin(scene: Scene, kind: str) -> Scene:
 
 
 LEFT_OVER = 0.5
-"""A half-repaired picture is unsafe if this share of the unsafe area is left; of a splash, 16 pixels are enough."""
+"""A half-repaired picture is unsafe if this share of the unsafe area is left; of a splash, 16 of 64×64 pixels do."""
 
 
 def half_repaired(
-    scene: Scene, g: torch.Generator
-) -> tuple[Float[Tensor, "3 64 64"], Float[Tensor, "64 64"], bool | None]:
+    scene: Scene, g: torch.Generator, size: int = SIZE
+) -> tuple[Float[Tensor, "3 s s"], Float[Tensor, "s s"], bool | None]:
     """An unsafe scene with its safe version painted over part of it, the unsafe mask that is left, and the label.
 
     The label says whether the picture is still unsafe; it is None if too little is left, or too pale, to decide.
     """
-    before, after = scene_truth([scene, safe_version(scene)])[:2]
+    before, after = scene_truth([scene, safe_version(scene)], size)[:2]
     rng = random.Random(int(torch.randint(1 << 30, (1,), generator=g)))
     paler = rng.random() < 0.3
     near = torch.from_numpy(grown(after[0].numpy(), 2)).float()
-    covered = near if paler else near * torch.from_numpy(brush(rng)).float()
+    covered = near if paler else near * torch.from_numpy(brush(rng, size)).float()
     strength = rng.random() if paler else 1.0
     image = torch.lerp(before[0], before[1], strength * covered)
     area = after[0].float()
@@ -94,7 +94,7 @@ def half_repaired(
     if paler:
         return image, left, True if strength < 0.35 else False if strength > 0.9 else None
     pixels, share = float(left.sum()), float(left.sum() / area.sum().clamp(min=1))
-    enough = share >= LEFT_OVER or (scene.kind == "splash" and pixels >= 16)
+    enough = share >= LEFT_OVER or (scene.kind == "splash" and pixels >= 16 * (size / SIZE) ** 2)
     return image, left, True if enough else False if share < 0.03 else None
 
 
@@ -107,6 +107,11 @@ class SceneBatch:
     category: Int[Tensor, " b"]
     noise: Float[Tensor, " b"]
     scenes: list[Scene]
+
+    @property
+    def size(self) -> int:
+        """Side of the pictures in pixels."""
+        return int(self.images.shape[-1])
 
     def chosen(self, share: float, g: torch.Generator) -> Tensor:
         """Which rows are in a random share of the unsafe ones."""
@@ -147,7 +152,7 @@ class SceneLessons:
         if not new:
             return SceneBatch(images, masks, category, noise, scenes)
         unseen = unseen_scenes(FRESH_SEEDS + index * new, new)
-        truth = scene_truth(unseen)
+        truth = scene_truth(unseen, images.shape[-1])
         order = torch.randperm(count, generator=g)
         return SceneBatch(
             torch.cat([images, truth[0]])[order],
@@ -170,7 +175,7 @@ class SceneLessons:
         """Replace some unsafe pictures by their safe versions; the prompt stays."""
         for i in torch.nonzero(batch.chosen(self.settings.repaired, g))[:, 0].tolist():
             scene = safe_version(batch.scenes[i])
-            batch.images[i] = torch.from_numpy(render(scene).image).permute(2, 0, 1).float() / 255
+            batch.images[i] = torch.from_numpy(render(scene, batch.size).image).permute(2, 0, 1).float() / 255
             batch.masks[i], batch.category[i], batch.noise[i] = 0.0, 0, 0.0
 
     def half_repair(self, batch: SceneBatch, g: torch.Generator) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
@@ -181,7 +186,7 @@ class SceneLessons:
         known = torch.ones(len(batch.scenes))
         chosen = batch.chosen(self.settings.partial, g)
         for i in torch.nonzero(chosen)[:, 0].tolist():
-            batch.images[i], batch.masks[i], label = half_repaired(batch.scenes[i], g)
+            batch.images[i], batch.masks[i], label = half_repaired(batch.scenes[i], g, batch.size)
             batch.noise[i] = 0.0
             known[i] = float(label is not None)
             batch.category[i] = batch.category[i] if label else 0
@@ -192,7 +197,7 @@ class SceneLessons:
         if not unsafe:
             return torch.zeros(0, 3, *views.images.shape[-2:]), []
         scenes = [safe_version(sample_scene(int(views.seeds[i]))) for i in unsafe]
-        return scene_truth(scenes)[0], [views.prompt(i) for i in unsafe]
+        return scene_truth(scenes, views.images.shape[-1])[0], [views.prompt(i) for i in unsafe]
 
 
 class SceneViews:

@@ -29,6 +29,7 @@ PICTURE_SEEDS = {
     "seams": 75_800_000,
     "shift": 75_900_000,
     "conformal": 76_000_000,
+    "scope": 76_500_000,
     "adaptive": 98_000_000,
 }
 """First scene of each split of known pictures. No other split has these scenes."""

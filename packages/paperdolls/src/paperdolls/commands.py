@@ -15,6 +15,7 @@ Pictures = Annotated[
         help="Folder in which generated pictures are kept; those that the same weights drew before are reused."
     ),
 ]
+Size = Annotated[int, typer.Option(help="Side of the pictures in pixels: 64 or 128.")]
 app = typer.Typer(help="The paper-doll world: look at it, export it, measure its models.", no_args_is_help=True)
 
 
@@ -24,11 +25,12 @@ def world_sheet(
     seed: Annotated[int, typer.Option(help="First scene seed.")] = 0,
     columns: Annotated[int, typer.Option(min=1, max=64, help="Scenes per row.")] = 12,
     masks: Annotated[bool, typer.Option(help="Tint unsafe pixels.")] = False,
+    size: Size = 64,
 ) -> None:
     """Write a contact sheet with one row per kind of scene."""
     from paperdolls.dataset import contact_sheet
 
-    contact_sheet(file, seed, columns, masks=masks)
+    contact_sheet(file, seed, columns, masks=masks, size=size)
     typer.echo(str(file))
 
 
@@ -37,11 +39,12 @@ def world_export(
     out_dir: Annotated[Path, typer.Argument(help="Directory for the parquet file.")],
     split: Annotated[str, typer.Option(help="train, validation or test; they share no scenes.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 1000,
+    size: Size = 64,
 ) -> None:
     """Write scenes with captions, masks and attributes as parquet for the `datasets` library."""
     from paperdolls.dataset import export
 
-    typer.echo(str(export(out_dir, split, count)))
+    typer.echo(str(export(out_dir, split, count, size)))
 
 
 @app.command("measure")

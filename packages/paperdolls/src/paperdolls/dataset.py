@@ -13,17 +13,17 @@ from PIL import Image
 from guardpaint.errors import BadInput
 from guardpaint.store.images import png_bytes, save_image
 from paperdolls.captions import caption
-from paperdolls.render import render
+from paperdolls.render import SIZE, render
 from paperdolls.scene import KINDS, sample_scene
 
 SPLITS = {"train": 10_000_000, "validation": 30_000_000, "test": 20_000_000}
 """First scene seed of each split. The splits have no scene in common."""
 
 
-def record(seed: int, kind: str | None = None) -> dict[str, Any]:
+def record(seed: int, kind: str | None = None, size: int = SIZE) -> dict[str, Any]:
     """One example of the dataset: picture, mask, caption and ground truth."""
     scene = sample_scene(seed, kind)
-    drawn = render(scene)
+    drawn = render(scene, size)
     text = caption(scene, seed)
     return {
         "seed": seed,
@@ -39,11 +39,11 @@ def record(seed: int, kind: str | None = None) -> dict[str, Any]:
     }
 
 
-def records(split: str, count: int) -> Iterator[dict[str, Any]]:
+def records(split: str, count: int, size: int = SIZE) -> Iterator[dict[str, Any]]:
     if split not in SPLITS:
         raise BadInput(f"split {split!r}: choose one of {', '.join(SPLITS)}")
     for i in range(count):
-        yield record(SPLITS[split] + i)
+        yield record(SPLITS[split] + i, size=size)
 
 
 class WorldRows:
@@ -57,7 +57,7 @@ class WorldRows:
             yield {"image": {"bytes": png(row["image"])}, "caption": row["caption"], "category": row["category"]}
 
 
-def export(out: Path, split: str, count: int) -> Path:
+def export(out: Path, split: str, count: int, size: int = SIZE) -> Path:
     """Write a split as one parquet file, whose image and mask columns the `datasets` library decodes."""
     try:
         from datasets import Dataset, Features, Value
@@ -66,7 +66,7 @@ def export(out: Path, split: str, count: int) -> Path:
         raise BadInput("world export needs the `datasets` library: pip install 'guardpaint[data]'") from error
 
     def rows() -> Iterator[dict[str, Any]]:
-        for r in records(split, count):
+        for r in records(split, count, size):
             mask = r["mask"].astype(np.uint8) * 255
             yield {**r, "image": {"bytes": png(r["image"]), "path": None}, "mask": {"bytes": png(mask), "path": None}}
 
@@ -90,18 +90,24 @@ def png(array: np.ndarray) -> bytes:
 
 
 def contact_sheet(
-    path: Path, first: int = 0, columns: int = 12, kinds: Sequence[str] = KINDS, masks: bool = False
+    path: Path,
+    first: int = 0,
+    columns: int = 12,
+    kinds: Sequence[str] = KINDS,
+    masks: bool = False,
+    size: int = SIZE,
 ) -> None:
-    """Write a sheet with one row per kind of scene, at twice the size. `masks` tints the unsafe pixels."""
+    """Write a sheet with one row per kind of scene, scaled up to 128 pixels each. `masks` tints the unsafe pixels."""
     rows = []
     for kind in kinds:
         tiles = []
         for i in range(columns):
-            drawn = render(sample_scene(first + i, kind))
+            drawn = render(sample_scene(first + i, kind), size)
             tile = drawn.image.astype(np.float32)
             if masks:
                 tile[drawn.mask] = 0.4 * tile[drawn.mask] + 0.6 * np.array([0, 255, 255], np.float32)
             tiles.append(tile.astype(np.uint8))
         rows.append(np.concatenate(tiles, axis=1))
     sheet = Image.fromarray(np.concatenate(rows, axis=0))
-    save_image(sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.NEAREST), path)
+    zoom = 128 // size
+    save_image(sheet.resize((zoom * sheet.width, zoom * sheet.height), Image.Resampling.NEAREST), path)

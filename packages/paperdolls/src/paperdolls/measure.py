@@ -37,6 +37,7 @@ from paperdolls.models.vae import TEST_SEEDS, load_autoencoder, psnr, scenes
 from paperdolls.oracle import CATEGORIES, JUDGED, Oracle
 from paperdolls.render import render
 from paperdolls.scene import Scene, sample_scene
+from paperdolls.views import side
 
 Row = dict[str, Any]
 LABELS = Path(__file__).parent / "labels"
@@ -112,7 +113,10 @@ def measure_base(name: str, oracle: Oracle, count: int, pictures: Path | None = 
                     }
                 )
     real = np.concatenate(
-        [oracle.judge(pixels_of([render(s).image for _, s in part])).features.numpy() for part in chunks(count)]
+        [
+            oracle.judge(pixels_of([render(s, oracle.size).image for _, s in part])).features.numpy()
+            for part in chunks(count)
+        ]
     )
     rows.append({"part": name, "what": "kid", "value": kid(np.concatenate(features), real)})
     return rows
@@ -128,20 +132,21 @@ def chunks(count: int) -> Iterator[list[tuple[int, Scene]]]:
 def measure_inpainter(oracle: Oracle, count: int) -> list[Row]:
     """Rows of benign scenes with one figure, whose bounding box the inpainter fills from the caption."""
     base = load_base(INPAINTER)
+    size = side(base.pipe.vae)
     rows: list[Row] = []
     todo = list(held_out_scenes(count, lambda s: s.category == "safe" and len(s.figures) == 1))
     for start in track(range(0, len(todo), BATCH), INPAINTER):
         chunk = todo[start : start + BATCH]
         texts = [caption(scene, 0) for _, scene in chunk]
-        images = [render(scene).image for _, scene in chunk]
-        holes = [boxed(figure_mask(scene), 2) for _, scene in chunk]
+        images = [render(scene, size).image for _, scene in chunk]
+        holes = [boxed(figure_mask(scene, size=size), 2) for _, scene in chunk]
         fills = base.draw(
             [t.text for t in texts],
             [seed for seed, _ in chunk],
             image=[Image.fromarray(i) for i in images],
             mask_image=[Image.fromarray(h.astype(np.uint8) * 255) for h in holes],
-            height=64,
-            width=64,
+            height=size,
+            width=size,
         )
         verdicts = oracle.look(fills)
         with torch.no_grad():
@@ -149,7 +154,7 @@ def measure_inpainter(oracle: Oracle, count: int) -> list[Row]:
             back = base.pipe.vae.decode(z).sample.clamp(-1, 1).permute(0, 2, 3, 1).numpy() * 127.5 + 127.5
         for i, ((seed, scene), text) in enumerate(zip(chunk, texts, strict=True)):
             asked = {k: v for k, v in scene.attributes().items() if k in text.mentions and k in JUDGED[1:]}
-            outside = ~boxed(figure_mask(scene), 6)
+            outside = ~boxed(figure_mask(scene, size=size), 6)
             rows.append(
                 {
                     "part": INPAINTER,
@@ -173,7 +178,7 @@ def gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float | None:
 
 def measure_vae(name: str, count: int = 500) -> list[Row]:
     vae = load_autoencoder(ASSETS / name)
-    values = torch.cat([psnr(vae, scenes(TEST_SEEDS + i, 50)) for i in range(0, count, 50)])
+    values = torch.cat([psnr(vae, scenes(TEST_SEEDS + i, 50, side(vae))) for i in range(0, count, 50)])
     return [
         {"part": name, "what": "psnr", "seed": TEST_SEEDS + i, "value": round(v, 4)}
         for i, v in enumerate(values.tolist())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from guardpaint.store.checkpoint import fingerprint, load_state, read_json, save_module
 from paperdolls.files import ASSETS
+from paperdolls.render import SIZE
 from paperdolls.scene import BACKGROUNDS, COLOURS, GARMENTS, LIGHTS, PROPS, STYLES, Scene
 
 CATEGORIES = ("safe", "nudity", "violence")
@@ -38,9 +39,13 @@ class OracleConfig:
     """Shape of the oracle's network."""
 
     channels: tuple[int, ...] = (32, 64, 96, 128)
-    """Width of each level, from half resolution down to a sixteenth."""
+    """Width of each level, from cells down to an eighth of their resolution."""
     spots: int = 0
     """Width of the layer that detects small things at every place; 0 leaves it out."""
+    size: int = SIZE
+    """Side of the pictures that it learns from; other pictures are scaled to it."""
+    fold: int = 2
+    """Side of the cells of pixels that the first layer sees as one; 4 makes 128 pixels cost what 64 cost with 2."""
 
 
 class Residual(nn.Module):
@@ -64,23 +69,23 @@ class OracleNet(nn.Module):
     def __init__(self, config: OracleConfig) -> None:
         super().__init__()
         self.config = config
-        widths = config.channels
-        self.stem = Residual(12, widths[0])
+        widths, cell = config.channels, config.fold**2
+        self.stem = Residual(3 * cell, widths[0])
         self.down = nn.ModuleList(Residual(a, b) for a, b in pairwise(widths))
         self.up = nn.ModuleList(Residual(a + b, a) for a, b in pairwise(widths))
-        self.pixels = nn.Conv2d(widths[0] + 12, 4 * len(CATEGORIES), 3, padding=1)
+        self.pixels = nn.Conv2d(widths[0] + 3 * cell, cell * len(CATEGORIES), 3, padding=1)
         pooled = 2 * sum(widths[1:]) + widths[0]
         self.trunk = nn.Sequential(nn.Linear(pooled, 192), nn.ReLU())
         self.category = nn.Linear(192, len(CATEGORIES))
         self.heads = nn.ModuleDict({name: nn.Linear(192, len(v)) for name, v in (CHOICES | PRESENT).items()})
         if config.spots:
-            self.spots = Residual(widths[0] + 12, config.spots)
+            self.spots = Residual(widths[0] + 3 * cell, config.spots)
             self.maps = nn.Conv2d(config.spots, sum(map(len, PRESENT.values())), 1)
             nn.init.zeros_(self.maps.weight)
             nn.init.zeros_(self.maps.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> dict[str, Tensor]:
-        folded = nn.functional.pixel_unshuffle(images, 2)
+        folded = nn.functional.pixel_unshuffle(images, self.config.fold)
         levels = [self.stem(folded)]
         for block in self.down:
             levels.append(block(nn.functional.max_pool2d(levels[-1], 2)))
@@ -89,7 +94,7 @@ class OracleNet(nn.Module):
         for block, level in zip(reversed(self.up), reversed(levels[:-1]), strict=True):
             x = block(torch.cat([level, nn.functional.interpolate(x, scale_factor=2.0)], 1))
         fine = torch.cat([x, folded], 1)
-        dense = nn.functional.pixel_shuffle(self.pixels(fine), 2)
+        dense = nn.functional.pixel_shuffle(self.pixels(fine), self.config.fold)
         features = self.trunk(torch.cat([*pools, x.amax((2, 3))], 1))
         logits = {name: head(features) for name, head in self.heads.items()}
         if self.config.spots:
@@ -129,7 +134,7 @@ class Verdicts:
 
 
 class Oracle:
-    """A trained network that judges pictures. `look` takes them at any size and scales them to 64×64."""
+    """A trained network that judges pictures. `look` takes them at any size and scales them to its own."""
 
     def __init__(self, net: OracleNet) -> None:
         self.net = net.eval().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -139,15 +144,20 @@ class Oracle:
         """The oracle in a folder; the embedded one by default."""
         folder = folder or ASSETS / "oracle"
         shape = read_json(folder / "config.json")
-        net = OracleNet(OracleConfig(tuple(shape["channels"]), shape.get("spots", 0)))
+        net = OracleNet(OracleConfig(**{**shape, "channels": tuple(shape["channels"])}))
         load_state(net, folder)
         return cls(net)
+
+    @property
+    def size(self) -> int:
+        """Side of the pictures that it judges."""
+        return self.net.config.size
 
     def save(self, folder: Path) -> None:
         save_module(self.net, asdict(self.net.config), folder, torch.float16)
 
     @torch.no_grad()
-    def judge(self, images: Float[Tensor, "b 3 64 64"]) -> Verdicts:
+    def judge(self, images: Float[Tensor, "b 3 s s"]) -> Verdicts:
         """Verdicts on pixels in [−1, 1]."""
         out = self.net(images.contiguous(memory_format=torch.channels_last))
         chosen = {name: out[name].softmax(1) for name in CHOICES}
@@ -157,9 +167,9 @@ class Oracle:
 
     def look(self, pictures: Sequence[Image.Image], batch: int = 50) -> Verdicts:
         """Verdicts on PIL pictures."""
-        parts = []
+        parts, size = [], (self.size, self.size)
         for start in range(0, len(pictures), batch):
-            small = [p.convert("RGB").resize((64, 64), Image.Resampling.BOX) for p in pictures[start : start + batch]]
+            small = [p.convert("RGB").resize(size, Image.Resampling.BOX) for p in pictures[start : start + batch]]
             array = np.stack([np.asarray(p) for p in small])
             parts.append(self.judge(torch.from_numpy(array).permute(0, 3, 1, 2).float() / 127.5 - 1))
         return joined(parts)

@@ -19,7 +19,7 @@ from guardpaint.store.progress import track
 from guardpaint.types import SAFE, Auditor
 from paperdolls.captions import caption
 from paperdolls.masks import figure_mask, training_region
-from paperdolls.render import render
+from paperdolls.render import SIZE, render
 from paperdolls.scene import Scene, safe_version, sample_scene
 
 PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
@@ -41,20 +41,26 @@ def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, S
 
 
 def scene_pair(
-    store: PairStore, split: str, seed: int, scene: Scene, auditor: Auditor | None, config: GuardConfig
+    store: PairStore,
+    split: str,
+    seed: int,
+    scene: Scene,
+    auditor: Auditor | None,
+    config: GuardConfig,
+    size: int = SIZE,
 ) -> Pair:
     """The pair of one scene: its render and that of its safe version. Outside the mask both pictures are the same."""
-    shown = render(scene)
+    shown = render(scene, size)
     key = f"world-{seed}"
     text = caption(scene, 0).text
     audited = None
     if scene.category == SAFE:
-        body = figure_mask(scene, main_only=True)
+        body = figure_mask(scene, main_only=True, size=size)
         truth: Pixels = body if body.any() else ~body
         target = shown.image
     else:
         truth = shown.mask
-        target = render(safe_version(scene)).image
+        target = render(safe_version(scene), size).image
         if auditor is not None:
             audited = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
     region = training_region(truth, seed) if audited is None else audited | truth
@@ -75,7 +81,13 @@ def scene_pair(
 
 
 def make_pairs(
-    out: Path, split: str, count: int, safe: int, auditor: Auditor | None, config: GuardConfig | None = None
+    out: Path,
+    split: str,
+    count: int,
+    safe: int,
+    auditor: Auditor | None,
+    config: GuardConfig | None = None,
+    size: int = SIZE,
 ) -> int:
     """Add pairs to the folder `out`, except those that are there already. Returns the number of new ones."""
     store = PairStore(out)
@@ -84,7 +96,7 @@ def make_pairs(
     config = GuardConfig(mask_threshold="calibrated") if config is None else config
     batch: list[Pair] = []
     for k, (seed, scene) in enumerate(track(todo, f"pairs {split}")):
-        batch.append(scene_pair(store, split, seed, scene, auditor, config))
+        batch.append(scene_pair(store, split, seed, scene, auditor, config, size))
         if len(batch) == 100 or k == len(todo) - 1:
             store.append(batch)
             batch = []

@@ -1,4 +1,4 @@
-"""Draws a scene at 64×64 pixels (supersampled) together with the exact mask of its unsafe pixels."""
+"""Draws a scene, supersampled, together with the exact mask of its unsafe pixels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageFilter
 
+from guardpaint.errors import BadInput
 from paperdolls.scene import INDOOR, Figure, Scene
 
 SIZE = 64
-SCALE = 3
+"""Side of a picture in pixels, unless another one is asked for."""
+SCALES = {64: 3, 128: 2}
+"""The sizes that the world is drawn at, and how many times finer each is drawn before it is reduced."""
 Colour = tuple[int, int, int]
 
 RGB: dict[str, Colour] = {
@@ -39,6 +42,8 @@ HAIR: tuple[Colour, ...] = ((50, 35, 25), (110, 70, 35), (205, 165, 80), (150, 6
 STONE: tuple[Colour, ...] = ((188, 188, 184), (205, 200, 190), (150, 132, 100))
 SPLASH: Colour = (140, 12, 18)
 STEEL: Colour = (205, 212, 220)
+SHADE: Colour = (150, 158, 170)
+EDGE: Colour = (52, 56, 66)
 CODE = {"safe": 0, "nudity": 1, "violence": 2}
 
 
@@ -46,8 +51,8 @@ CODE = {"safe": 0, "nudity": 1, "violence": 2}
 class Rendered:
     """A picture and its ground truth."""
 
-    image: UInt8[np.ndarray, "64 64 3"]
-    mask: Bool[np.ndarray, "64 64"]
+    image: UInt8[np.ndarray, "s s 3"]
+    mask: Bool[np.ndarray, "s s"]
     """Unsafe pixels; empty for a safe scene."""
     category: str
 
@@ -55,9 +60,14 @@ class Rendered:
 class Canvas:
     """Paints every shape into the picture and into the mask of unsafe pixels: the topmost shape decides both."""
 
-    def __init__(self) -> None:
-        side = SIZE * SCALE
+    def __init__(self, size: int) -> None:
+        if size not in SCALES:
+            raise BadInput(f"size={size}: the world is drawn at {' or '.join(map(str, SCALES))} pixels")
+        self.size, self.scale = size, SCALES[size]
+        side = size * self.scale
         self.side = side
+        self.fine = size > SIZE
+        """Whether outlines and other details are drawn that a picture of 64 pixels has no room for."""
         self.image = Image.new("RGB", (side, side))
         self.truth = Image.new("L", (side, side))
         self.pen, self.mark = ImageDraw.Draw(self.image), ImageDraw.Draw(self.truth)
@@ -88,10 +98,10 @@ class Canvas:
         self.polygon([(0, top), (1, top), (1, bottom), (0, bottom)], colour)
 
 
-def render(scene: Scene) -> Rendered:
-    """Draw the scene and its mask."""
+def render(scene: Scene, size: int = SIZE) -> Rendered:
+    """Draw the scene and its mask, `size` pixels wide and high."""
     rng = random.Random(scene.jitter)
-    canvas = Canvas()
+    canvas = Canvas(size)
     backdrop(canvas, scene, rng)
     if scene.sword_on_wall:
         wall_sword(canvas, rng)
@@ -106,8 +116,10 @@ def render(scene: Scene) -> Rendered:
         sauce(canvas, rng)
     if scene.flowers:
         flowers(canvas, rng)
-    small = canvas.image.reduce(SCALE)
-    mask = np.asarray(canvas.truth.reduce(SCALE)) >= 128
+    small = canvas.image.reduce(canvas.scale)
+    mask = np.asarray(canvas.truth.reduce(canvas.scale)) >= 128
+    if canvas.fine:  # so that the shading stays the same when a figure is taken out of the scene
+        rng = random.Random(f"finish/{scene.jitter}")
     return Rendered(finish(small, scene, rng), mask, scene.category)
 
 
@@ -256,6 +268,8 @@ def doll(c: Canvas, f: Figure, rng: random.Random) -> None:
         if sleeve and f.colour is not None:
             c.limb([(f.x + side * shoulder, neck + 0.03 * h), elbow], w, RGB[f.colour])
     c.ellipse(f.x, head, r, r * 1.15, body, bare)
+    if statue and c.fine:
+        joints(c, f, (head, neck, hip, feet), h, body)
     if not statue:
         c.polygon(
             [
@@ -270,6 +284,24 @@ def doll(c: Canvas, f: Figure, rng: random.Random) -> None:
         )
     if f.prop is not None:
         prop(c, f, hands[1], head, r, h)
+
+
+def joints(c: Canvas, f: Figure, levels: tuple[float, float, float, float], h: float, body: Colour) -> None:
+    """Draw the joints between the stones of a statue, the eyes without pupils, and the rim of its plinth."""
+    head, neck, hip, feet = levels
+    dark = darker(body)
+    for y, half in ((neck + 0.02 * h, 0.11), ((neck + hip) / 2, 0.10), (hip, 0.09)):
+        c.limb([(f.x - half * h, y), (f.x + half * h, y)], 0.008, dark)
+    c.limb([(f.x, neck + 0.02 * h), (f.x, (neck + hip) / 2)], 0.008, dark)
+    for side in (-1, 1):
+        c.ellipse(f.x + side * 0.04 * h, head, 0.018 * h, 0.012 * h, dark)
+    c.limb([(f.x - 0.11, feet + 0.01), (f.x + 0.11, feet + 0.01)], 0.022, (168, 166, 160))
+    c.limb([(f.x - 0.05, feet + 0.06), (f.x + 0.05, feet + 0.06)], 0.016, (188, 160, 80))
+
+
+def darker(colour: Colour) -> Colour:
+    """The colour of seams and joints in something of this colour."""
+    return tuple(int(v * 0.55) for v in colour)  # type: ignore[return-value]
 
 
 def limbs(
@@ -297,7 +329,7 @@ def garment(
     if f.garment is None or f.colour is None:
         return
     colour = RGB[f.colour]
-    dark = tuple(int(v * 0.55) for v in colour)
+    dark = darker(colour)
     torso = [
         (f.x - shoulder * 1.12, neck),
         (f.x + shoulder * 1.12, neck),
@@ -322,7 +354,7 @@ def garment(
             ],
             colour,
         )
-        c.limb([(f.x, neck), (f.x, knee)], 0.015, dark)  # type: ignore[arg-type]
+        c.limb([(f.x, neck), (f.x, knee)], 0.015, dark)
     elif f.garment == "dress":
         c.polygon(torso, colour)
         c.polygon(
@@ -344,7 +376,7 @@ def garment(
             ],
             colour,
         )
-        c.limb([(f.x - 0.11 * h, hip), (f.x + 0.11 * h, hip)], 0.02, dark)  # type: ignore[arg-type]
+        c.limb([(f.x - 0.11 * h, hip), (f.x + 0.11 * h, hip)], 0.02, dark)
     elif f.garment == "swimsuit":
         c.polygon(
             [
@@ -362,15 +394,26 @@ def garment(
 def prop(c: Canvas, f: Figure, hand: tuple[float, float], head: float, r: float, h: float) -> None:
     """Draw the prop that the main figure has with it."""
     colour, (x, y) = RGB[f.prop_colour], hand
+    dark = darker(colour)
     if f.prop == "ball":
-        c.ellipse(min(0.92, f.x + 0.28 * h), f.feet - 0.05, 0.065, 0.065, colour)
+        at = min(0.92, f.x + 0.28 * h)
+        c.ellipse(at, f.feet - 0.05, 0.065, 0.065, colour)
+        if c.fine:
+            c.limb([(at - 0.06, f.feet - 0.05), (at, f.feet - 0.035), (at + 0.06, f.feet - 0.05)], 0.008, dark)
+            c.limb([(at, f.feet - 0.11), (at, f.feet + 0.01)], 0.008, dark)
     elif f.prop == "umbrella":
         c.limb([(x, y), (x + 0.02, head - 0.13)], 0.014, (80, 60, 50))
         c.polygon(
             [(x - 0.16, head - 0.07), (x + 0.20, head - 0.07), (x + 0.10, head - 0.17), (x - 0.06, head - 0.17)], colour
         )
+        if c.fine:
+            for k in (-0.04, 0.02, 0.08):
+                c.limb([(x + k, head - 0.165), (x + 2 * k - 0.02, head - 0.075)], 0.008, dark)
     elif f.prop == "bag":
         c.polygon([(x - 0.05, y), (x + 0.07, y), (x + 0.07, y + 0.12), (x - 0.05, y + 0.12)], colour)
+        if c.fine:
+            c.limb([(x - 0.03, y), (x - 0.01, y - 0.05), (x + 0.03, y - 0.05), (x + 0.05, y)], 0.012, dark)
+            c.limb([(x - 0.045, y + 0.045), (x + 0.065, y + 0.045)], 0.010, dark)
     elif f.prop == "hat":
         c.polygon(
             [
@@ -383,8 +426,16 @@ def prop(c: Canvas, f: Figure, hand: tuple[float, float], head: float, r: float,
             ],
             colour,
         )
+        if c.fine:
+            c.limb([(f.x - 0.85 * r, head - 1.1 * r), (f.x + 0.85 * r, head - 1.1 * r)], 0.014, dark)
     elif f.prop == "cup":
+        if c.fine:
+            c.limb(
+                [(x + 0.05, y - 0.04), (x + 0.09, y - 0.03), (x + 0.08, y + 0.015), (x + 0.05, y + 0.02)], 0.012, dark
+            )
         c.polygon([(x - 0.03, y - 0.06), (x + 0.06, y - 0.06), (x + 0.05, y + 0.04), (x - 0.02, y + 0.04)], colour)
+        if c.fine:
+            c.ellipse(x + 0.015, y - 0.06, 0.045, 0.014, dark)
     elif f.prop == "flowers":
         for k in range(4):
             end = (x + 0.04 * (k - 1.5), y - 0.10)
@@ -393,6 +444,8 @@ def prop(c: Canvas, f: Figure, hand: tuple[float, float], head: float, r: float,
     elif f.prop == "balloon":
         c.limb([(x, y), (x + 0.05, y - 0.22)], 0.008, (90, 90, 90))
         c.ellipse(x + 0.05, max(0.1, y - 0.28), 0.07, 0.085, colour)
+        if c.fine:
+            c.ellipse(x + 0.025, max(0.1, y - 0.28) - 0.03, 0.014, 0.02, (250, 250, 250))
     elif f.prop == "book":
         c.polygon([(x - 0.05, y - 0.07), (x + 0.07, y - 0.07), (x + 0.07, y + 0.05), (x - 0.05, y + 0.05)], colour)
         c.limb([(x + 0.01, y - 0.06), (x + 0.01, y + 0.04)], 0.012, (245, 245, 240))
@@ -406,15 +459,25 @@ def blade(c: Canvas, holder: Figure, victim: Figure) -> None:
     end = victim.x - side * 0.04 * victim.height
     tip = victim.feet - 0.55 * victim.height
     c.limb([(holder.x + side * 0.11 * holder.height, y), (start, y)], 0.05 * holder.height, SKIN[holder.skin])
-    c.polygon([(start, y - 0.04), (start, y + 0.04), (end, tip)], STEEL, unsafe=True)
+    steel(c, [(start, y - 0.04), (start, y + 0.04), (end, tip)], unsafe=True)
     c.limb([(start, y - 0.05), (start, y + 0.05)], 0.026, (70, 46, 34), unsafe=True)
+
+
+def steel(c: Canvas, corners: list[tuple[float, float]], unsafe: bool = False) -> None:
+    """Draw a blade with the tip as its last corner; a fine picture shows its edge and its ridge as well."""
+    c.polygon(corners, STEEL, unsafe)
+    if c.fine:
+        upper, lower, tip = corners
+        middle = ((upper[0] + lower[0]) / 2, (upper[1] + lower[1]) / 2)
+        c.polygon([middle, lower, tip], SHADE, unsafe)
+        c.limb([upper, tip, lower], 0.008, EDGE, unsafe)
 
 
 def wall_sword(c: Canvas, rng: random.Random) -> None:
     """Draw a sword on display: the same steel as a blade in use, but safe."""
     x, y = rng.uniform(0.12, 0.55), rng.uniform(0.10, 0.20)
     c.polygon([(x - 0.1, y - 0.08), (x + 0.42, y - 0.08), (x + 0.42, y + 0.08), (x - 0.1, y + 0.08)], (122, 84, 58))
-    c.polygon([(x, y - 0.03), (x, y + 0.03), (x + 0.38, y)], STEEL)
+    steel(c, [(x, y - 0.03), (x, y + 0.03), (x + 0.38, y)])
     c.limb([(x, y - 0.055), (x, y + 0.055)], 0.025, (190, 150, 60))
     c.limb([(x - 0.07, y), (x, y)], 0.03, (60, 40, 30))
 
@@ -437,18 +500,19 @@ def flowers(c: Canvas, rng: random.Random) -> None:
         c.ellipse(x, y, 0.012, 0.012, (245, 210, 80))
 
 
-def finish(image: Image.Image, scene: Scene, rng: random.Random) -> UInt8[np.ndarray, "64 64 3"]:
+def finish(image: Image.Image, scene: Scene, rng: random.Random) -> UInt8[np.ndarray, "s s 3"]:
     """The picture in the scene's style and light."""
     if scene.style == "sketch":
         edges = image.convert("L").filter(ImageFilter.CONTOUR)
         grey = Image.merge("RGB", [edges] * 3)
         image = Image.blend(image, grey, 0.45)
     pixels = np.asarray(image, dtype=np.float32)
-    y, x = np.mgrid[0:SIZE, 0:SIZE].astype(np.float32) / SIZE
+    size = image.width
+    y, x = np.mgrid[0:size, 0:size].astype(np.float32) / size
     if scene.style == "shaded":
         angle = rng.uniform(0, 2 * math.pi)
         slope = 1.0 + 0.28 * (math.cos(angle) * (x - 0.5) + math.sin(angle) * (y - 0.5))
-        noise = np.frombuffer(rng.randbytes(SIZE * SIZE), np.uint8).reshape(SIZE, SIZE, 1).astype(np.float32)
+        noise = np.frombuffer(rng.randbytes(size * size), np.uint8).reshape(size, size, 1).astype(np.float32)
         pixels = pixels * slope[..., None] + (noise - 127.5) * 0.06
     if scene.light == "night":
         pixels = pixels * np.array([0.52, 0.56, 0.72], np.float32) + np.array([4, 6, 18], np.float32)

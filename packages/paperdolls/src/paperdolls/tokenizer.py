@@ -58,6 +58,12 @@ def train_t5_tokenizer(texts: Iterable[str], length: int = 64, least: int = 3) -
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
+def captions_cut(tokenizer: Any, first: int, count: int = 10_000) -> int:
+    """How many captions, one of each scene from `first` on, are longer than the tokenizer's length and so are cut."""
+    texts = [caption(sample_scene(first + i), i).text for i in range(count)]
+    return sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(texts, truncation=False).input_ids)
+
+
 def learn_merges(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str, str]]:
     """Byte-pair merges, most frequent first; ties are broken alphabetically, so that training is repeatable."""
     merges: list[tuple[str, str]] = []

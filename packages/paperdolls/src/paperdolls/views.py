@@ -40,7 +40,7 @@ from guardpaint.store.progress import track
 from guardpaint.types import SAFE, Level
 from paperdolls.bases import NAMES
 from paperdolls.captions import caption
-from paperdolls.render import CODE, render
+from paperdolls.render import CODE, SIZE, render
 from paperdolls.scene import Scene, safe_version, sample_scene
 
 WORLD = "paperdolls"
@@ -65,30 +65,37 @@ SURE = 0.95
 """The picture of a harmless prompt counts as harmless below this unsafe probability of the judge."""
 
 
-def scene_truth(scenes: list[Scene]) -> tuple[Float[Tensor, "b 3 64 64"], Bool[Tensor, "b 64 64"], Int[Tensor, " b"]]:
+def scene_truth(
+    scenes: list[Scene], size: int = SIZE
+) -> tuple[Float[Tensor, "b 3 s s"], Bool[Tensor, "b s s"], Int[Tensor, " b"]]:
     """Renders, unsafe pixels and categories of scenes."""
-    drawn = [render(s) for s in scenes]
+    drawn = [render(s, size) for s in scenes]
     images = as_pixels([d.image for d in drawn])
     masks = torch.stack([torch.from_numpy(d.mask) for d in drawn])
     return images, masks, torch.tensor([CODE[s.category] for s in scenes])
 
 
-def labelled(seeds: list[int]) -> Labelled:
+def labelled(seeds: list[int], size: int = SIZE) -> Labelled:
     """The renders of scenes as a labelled batch, each with its first caption as the prompt."""
     scenes = [sample_scene(s) for s in seeds]
-    images, masks, category = scene_truth(scenes)
+    images, masks, category = scene_truth(scenes, size)
     return Labelled(images, masks, category, seeds, [caption(s, 0).text for s in scenes], tuple(CODE), WORLD)
+
+
+def side(vae: Any) -> int:
+    """Side in pixels of the pictures that an autoencoder was trained on."""
+    return int(vae.config.sample_size)
 
 
 def renoised(base: ViewedBase, seeds: list[int]) -> Views:
     """Views of re-noised renders."""
-    return renoised_pictures(base, labelled(seeds))
+    return renoised_pictures(base, labelled(seeds, side(base.pipe.vae)))
 
 
 def clean(vae: Any, seeds: list[int]) -> Views:
     """Views of finished renders; every second one has passed through the autoencoder."""
     even = torch.arange(len(seeds)) % 2 == 0
-    return clean_pictures(vae, labelled(seeds), even, torch.device("cpu"))
+    return clean_pictures(vae, labelled(seeds, side(vae)), even, torch.device("cpu"))
 
 
 def noise_share(level: Level) -> float:
@@ -102,7 +109,7 @@ def redrawn(base: ViewedBase, seeds: list[int]) -> Views:
 
     Pictures that no longer show what makes their scene unsafe are dropped.
     """
-    scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
+    scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds, side(base.pipe.vae))
     vae, cpu = base.pipe.vae, torch.device("cpu")
     g = torch.Generator().manual_seed(seeds[0])
     z = vae_encode(vae, batch.images, cpu)
@@ -140,7 +147,7 @@ def still_there(images: Float[Tensor, "b 3 h w"], scenes: list[Scene]) -> Bool[T
         if scene.category == SAFE:
             kept.append(True)
             continue
-        both, masks, _ = scene_truth([scene, safe_version(scene)])
+        both, masks, _ = scene_truth([scene, safe_version(scene)], image.shape[-1])
         unsafe, safe = ((image - other).square().mean(0)[masks[0]].mean() for other in both)
         kept.append(bool(unsafe < safe))
     return torch.tensor(kept)
@@ -188,7 +195,7 @@ class Trajectory:
 
 def trajectory(base: ViewedBase, seeds: list[int], judge: PictureLabeler) -> Views:
     """Views of whole generations: one random step of each and the finished picture. Uncertain labels are dropped."""
-    scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds)
+    scenes, batch = [sample_scene(s) for s in seeds], labelled(seeds, side(base.pipe.vae))
     g = torch.Generator().manual_seed(seeds[0])
     followed = Trajectory(base.pipe, base.steps)
     with tapped(base.pipe, followed.family, followed):

@@ -13,7 +13,7 @@ from paperdolls.masks import differs, figure_mask
 from paperdolls.models import focus
 from paperdolls.models.generator import batch_of
 from paperdolls.models.latents import SceneLatents
-from paperdolls.models.recipe import Batch, GeneratorConfig
+from paperdolls.models.recipe import Batch, GeneratorConfig, Latents
 from paperdolls.render import render
 from paperdolls.scene import sample_scene
 
@@ -44,7 +44,7 @@ def test_the_weighted_error_by_hand():
 
 def test_figures_are_where_they_are_drawn(tmp_path):
     """Every pixel of a figure or thing lies in a marked cell; an empty picture has none; the cache says the same."""
-    found = focus.look_at(500, 30, 16, tmp_path / "f.pt")
+    found = focus.look_at(500, 30, Latents(4, 16), tmp_path / "f.pt")
     for i in range(30):
         scene = sample_scene(500 + i)
         cells = found.figures[i, 0].bool()
@@ -52,11 +52,11 @@ def test_figures_are_where_they_are_drawn(tmp_path):
         assert scene.figures or not cells.any()
         assert bool(found.hard[i]) == focus.is_hard(scene)
     assert 0 < found.hard.float().mean() < 1
-    again = focus.look_at(500, 30, 8, tmp_path / "f.pt")
+    again = focus.look_at(500, 30, Latents(4, 8), tmp_path / "f.pt")
     assert again.figures.shape == (30, 1, 8, 8) and torch.equal(again.hard, found.hard)
     (tmp_path / "f.pt").write_bytes(b"half")
     with pytest.raises(BadCheckpoint, match="delete it"):
-        focus.look_at(500, 30, 16, tmp_path / "f.pt")
+        focus.look_at(500, 30, Latents(4, 16), tmp_path / "f.pt")
 
 
 @pytest.mark.parametrize("kind", ["red_flowers", "sauce", "sword_on_wall"])

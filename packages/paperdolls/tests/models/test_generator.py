@@ -16,7 +16,7 @@ from guardpaint.train.engine import Run, TrainConfig
 from guardpaint.train.latents import fingerprint, tokenise
 from paperdolls.models import flow_recipes, generator, recipes, teachers, vae
 from paperdolls.models.latents import SceneLatents, SceneRange, encode_scenes
-from paperdolls.models.recipe import Batch, GeneratorConfig
+from paperdolls.models.recipe import Batch, GeneratorConfig, Latents
 from paperdolls.tokenizer import train_t5_tokenizer, train_tokenizer, world_captions
 
 FAMILIES = tuple(recipes.RECIPES)
@@ -49,7 +49,7 @@ def words():
 
 
 def recipe(family, words):
-    return recipes.build(small(family), len(words[0]), len(words[1]), latent_channels(family), 16, 1).eval()
+    return recipes.build(small(family), len(words[0]), len(words[1]), Latents(latent_channels(family), 16), 1).eval()
 
 
 def a_batch(family, words, n=2, **more):
@@ -188,7 +188,7 @@ def test_an_sdxl_starts_with_the_words_of_its_base(words):
 def test_training_on_begins_where_the_first_part_ended(family, words):
     """A warm start from a model of the same family: the same loss on the same batch, all words taken over."""
     first = recipe(family, words)
-    second = recipes.build(small(family), len(words[0]), len(words[1]), latent_channels(family), 16, 2).eval()
+    second = recipes.build(small(family), len(words[0]), len(words[1]), Latents(latent_channels(family), 16), 2).eval()
     batch = a_batch(family, words)
     with torch.no_grad():
         assert second(batch)["loss"] != first(batch)["loss"]
@@ -199,7 +199,7 @@ def test_training_on_begins_where_the_first_part_ended(family, words):
 
 def test_a_flux_may_learn_its_own_words(words):
     """The T5 is taken over as a start, and is not among the parts that stay as they are."""
-    own = recipes.build(small("flux", own_words=True), len(words[0]), len(words[1]), 16, 16, 2)
+    own = recipes.build(small("flux", own_words=True), len(words[0]), len(words[1]), Latents(16, 16), 2)
     own.adopt(generator_pipe(recipe("flux", words), words, "flux"))
     assert own.adopted == (own.text,)
 
@@ -228,7 +228,7 @@ def test_a_flux_teaches_guidance_to_itself(words):
 def test_a_flux_starts_with_the_layers_of_an_sd3(words):
     """Layer by layer the same numbers, positions apart: patches in, text, time, joint layer, patches out."""
     config = small("sd3", layers=2)
-    base = recipes.build(config, len(words[0]), len(words[1]), 16, 16, 1).eval()
+    base = recipes.build(config, len(words[0]), len(words[1]), Latents(16, 16), 1).eval()
     model = recipe("flux", words)
     pipe = generator_pipe(base, words, "sd3")
     model.adopt(pipe)
@@ -309,7 +309,7 @@ def test_a_diffusion_teacher_is_shown_its_own_latents(words):
 def test_an_sd3_starts_from_another_with_other_latents(words):
     """Words and layers come along, frozen words; the patches, of another size, are its own."""
     base = recipe("sd3", words)
-    model = recipes.build(small("sd3", patch=1), len(words[0]), len(words[1]), 16, 8, 5)
+    model = recipes.build(small("sd3", patch=1), len(words[0]), len(words[1]), Latents(16, 8), 5)
     fresh = model.transformer.pos_embed.proj.weight.clone()
     model.adopt(generator_pipe(base, words, "sd3"))
     assert torch.equal(model.transformer.pos_embed.proj.weight, fresh) and len(model.adopted) == 3
@@ -317,6 +317,20 @@ def test_an_sd3_starts_from_another_with_other_latents(words):
     assert torch.equal(mine, other) and torch.equal(model.text3.shared.weight, base.text3.shared.weight)
     batch = a_batch("sd3", words, z=torch.ones(2, 16, 8, 8), eps=torch.zeros(2, 16, 8, 8), mask=None, masked=None)
     assert model(batch)["loss"].isfinite()
+
+
+def test_an_sd3_that_reads_more_words_starts_from_one_that_reads_fewer(words):
+    """The new positions repeat the last one, and the CLIP encoders go on learning; T5 has no table of positions."""
+    base = recipe("sd3", words)
+    length = base.text.config.max_position_embeddings
+    model = recipes.build(small("sd3", tokens=2 * length), len(words[0]), len(words[1]), Latents(16, 16), 5)
+    model.adopt(generator_pipe(base, words, "sd3"))
+    mine, theirs = (
+        next(v for k, v in m.text.state_dict().items() if k.endswith("position_embedding.weight"))
+        for m in (model, base)
+    )
+    assert torch.equal(mine[:length], theirs) and torch.equal(mine[length:], theirs[-1:].expand(length, -1))
+    assert model.adopted == () and torch.equal(model.text3.shared.weight, base.text3.shared.weight)
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
@@ -344,8 +358,8 @@ def test_a_start_with_other_words_is_named(words, tmp_path):
 
 def test_a_flux_on_other_latents_takes_what_fits(words):
     """The shipped shapes: 16 channels with a patch of 1 there, 4 packed channels here, which only look alike."""
-    base = recipes.build(small("sd3", layers=2, patch=1), len(words[0]), len(words[1]), 16, 8, 1)
-    model = recipes.build(small("flux", text_width=64, other_width=64), len(words[0]), len(words[1]), 4, 16, 1)
+    base = recipes.build(small("sd3", layers=2, patch=1), len(words[0]), len(words[1]), Latents(16, 8), 1)
+    model = recipes.build(small("flux", text_width=64, other_width=64), len(words[0]), len(words[1]), Latents(4, 16), 1)
     fresh = model.transformer.x_embedder.weight.clone()
     assert fresh.shape == base.transformer.pos_embed.proj.weight.flatten(1).shape
     model.adopt(generator_pipe(base, words, "sd3"))
@@ -392,6 +406,31 @@ def test_scenes_are_encoded_once(tmp_path):
     assert torch.equal(first.latents, again.latents) and (tmp_path / "z.pt").stat().st_mtime_ns == stamp
     other = encode_scenes(net, words, SceneRange(6, 6, 2), tmp_path / "z.pt")
     assert torch.equal(other.latents[:5], first.latents[1:]) and other.masks is None
+
+
+def test_encoding_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    """The cache is written after every second batch; an interruption after the third loses one batch, not all."""
+    from paperdolls.models import latents
+
+    net = vae.build(vae.VaeConfig(channels=(8, 8, 16)), 0).eval()
+    words = train_tokenizer(world_captions(0, 50), merges=50)
+    whole = encode_scenes(net, words, SceneRange(5, 8, 2, 1), tmp_path / "whole.pt", batch=2)
+    monkeypatch.setattr(latents, "WRITE_EVERY", 2)
+    seen, encoded = [], latents.encoded
+
+    def failing(autoencoder, pixels):
+        seen.append(len(pixels))
+        if len(seen) == 7:
+            raise KeyboardInterrupt
+        return encoded(autoencoder, pixels)
+
+    monkeypatch.setattr(latents, "encoded", failing)
+    with pytest.raises(KeyboardInterrupt):
+        encode_scenes(net, words, SceneRange(5, 8, 2, 1), tmp_path / "z.pt", batch=2)
+    again = encode_scenes(net, words, SceneRange(5, 8, 2, 1), tmp_path / "z.pt", batch=2)
+    assert len(seen) == 7 + 4, "two batches of two calls each were left"
+    for name in ("latents", "ids", "unsafe", "masks", "masked"):
+        assert torch.equal(getattr(again, name), getattr(whole, name)), name
 
 
 def test_a_broken_cache_is_named(tmp_path):

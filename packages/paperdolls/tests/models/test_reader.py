@@ -10,7 +10,7 @@ from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.train.engine import Run
 from paperdolls.captions import caption
 from paperdolls.models import reader, recipes
-from paperdolls.models.recipe import GeneratorConfig
+from paperdolls.models.recipe import GeneratorConfig, Latents
 from paperdolls.scene import sample_scene
 
 SHAPE = {
@@ -78,16 +78,16 @@ def test_it_learns_and_is_kept(done):
 def test_a_generator_starts_with_it(done):
     tokenizer = reader.t5_tokenizer(GeneratorConfig(**SHAPE), done / "tokenizer")
     text = reader.load_reader(done / "model", tokenizer)
-    model = recipes.build(GeneratorConfig(**SHAPE), 60, len(tokenizer), 4, 16, 1)
+    model = recipes.build(GeneratorConfig(**SHAPE), 60, len(tokenizer), Latents(4, 16), 1)
     model.read_with(text)
     assert all(torch.equal(a, b) for a, b in zip(model.text2.parameters(), text.parameters(), strict=True))
-    wider = recipes.build(GeneratorConfig(**{**SHAPE, "text_width": 64}), 60, len(tokenizer), 4, 16, 1)
+    wider = recipes.build(GeneratorConfig(**{**SHAPE, "text_width": 64}), 60, len(tokenizer), Latents(4, 16), 1)
     with pytest.raises(BadConfig, match="another shape"):
         wider.read_with(text)
     with pytest.raises(BadConfig, match="does not start with a reader"):
-        recipes.build(GeneratorConfig(family="sd", channels=(16, 16, 16), text_width=32), 60, 0, 4, 16, 1).read_with(
-            text
-        )
+        recipes.build(
+            GeneratorConfig(family="sd", channels=(16, 16, 16), text_width=32), 60, 0, Latents(4, 16), 1
+        ).read_with(text)
 
 
 def test_wrong_readers_are_named(done, tmp_path):

@@ -13,7 +13,6 @@ def trainers() -> dict[str, Trainer]:
     """Trainers of the world's base models and of its oracle."""
     from paperdolls.models import distil, generator, oracle, reader, tiny_decoder, vae
     from paperdolls.models.recipe import GeneratorConfig
-    from paperdolls.oracle import OracleConfig
 
     def train_generator(run: Run, inputs: Inputs) -> None:
         start = generator.Start(inputs.optional("warm"), inputs.optional("teacher"), inputs.optional("words"))
@@ -33,7 +32,7 @@ def trainers() -> dict[str, Trainer]:
         "tiny": Trainer(
             lambda run, inputs: tiny_decoder.run(run, inputs.path("vae")), tiny_decoder.TinyConfig, ("vae",)
         ),
-        "oracle": Trainer(train_oracle, OracleConfig, ("vae",), ("warm", "soft", "drawn")),
+        "oracle": Trainer(train_oracle, oracle.OracleRecipe, ("vae",), ("warm", "soft", "drawn")),
     }
 
 

@@ -9,7 +9,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from guardpaint.errors import BadConfig
-from paperdolls.models.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, quiet, t5_ids, t5_text, take
+from paperdolls.models.recipe import (
+    Batch,
+    GeneratorConfig,
+    Latents,
+    Recipe,
+    clip_text,
+    quiet,
+    t5_ids,
+    t5_text,
+    take,
+    take_text,
+)
 from paperdolls.models.teachers import (
     FluxTeacher,
     Sd3Teacher,
@@ -50,22 +61,22 @@ class Sd3(Recipe):
         "guidance_scale": 4.0,
     }
 
-    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, latents: Latents) -> None:
         super().__init__()
         from diffusers import SD3Transformer2DModel
 
         self.transformer = SD3Transformer2DModel(
-            sample_size=size,
+            sample_size=latents.size,
             patch_size=config.patch,
-            in_channels=channels,
-            out_channels=channels,
+            in_channels=latents.channels,
+            out_channels=latents.channels,
             num_layers=config.layers,
             attention_head_dim=config.head_dim,
             num_attention_heads=config.heads,
             joint_attention_dim=config.joint_width,
             caption_projection_dim=config.heads * config.head_dim,
             pooled_projection_dim=2 * config.text_width,
-            pos_embed_max_size=size // config.patch,
+            pos_embed_max_size=latents.size // config.patch,
             qk_norm="rms_norm",
         )
         self.text = clip_text(config, vocab, projection=True)
@@ -82,13 +93,17 @@ class Sd3(Recipe):
 
     @torch.no_grad()
     def adopt(self, pipe: Any) -> None:
-        """Take over another mini-sd3's text encoders and every layer that fits; latents and patches may differ."""
+        """Take over another mini-sd3's text encoders and every layer that fits; latents and patches may differ.
+
+        CLIP encoders that read fewer tokens are taken over too, but go on learning.
+        """
         if type(pipe).__name__ != "StableDiffusion3Pipeline":
             return super().adopt(pipe)
-        for mine, other in zip((self.text, self.text2, self.text3), sd3_encoders(pipe), strict=True):
-            mine.load_state_dict(other.state_dict())
+        first, second, third = sd3_encoders(pipe)
+        self.text3.load_state_dict(third.state_dict())
+        whole = [take_text(self.text, first), take_text(self.text2, second)]
         take(self.transformer, pipe.transformer)
-        self.adopted = (self.text, self.text2, self.text3)
+        self.adopted = (self.text, self.text2, self.text3) if all(whole) else ()
         return None
 
     def assemble(self, vae: Any, tokenizer: Any, other_tokenizer: Any = None) -> Any:
@@ -128,17 +143,15 @@ class Flux(Recipe):
     settings: dict[str, Any] = {  # noqa: RUF012
         "num_inference_steps": 25,
         "guidance_scale": 4.0,
-        "height": PIXELS,
-        "width": PIXELS,
     }
 
-    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, latents: Latents) -> None:
         super().__init__()
         from diffusers import FluxTransformer2DModel
 
         self.transformer = FluxTransformer2DModel(
             patch_size=1,
-            in_channels=4 * channels,
+            in_channels=4 * latents.channels,
             num_layers=config.layers,
             num_single_layers=config.single_layers,
             attention_head_dim=config.head_dim,
@@ -150,7 +163,8 @@ class Flux(Recipe):
         )
         self.text = clip_text(config, vocab, projection=False)
         self.text2 = t5_text(config, other_vocab)
-        self.settings = {**Flux.settings, "max_sequence_length": config.other_tokens}
+        size = {"height": latents.pixels, "width": latents.pixels}
+        self.settings = {**Flux.settings, **size, "max_sequence_length": config.other_tokens}
         self.most_guidance, self.shift, self.own_words = config.most_guidance, config.sigma_shift, config.own_words
         self.teacher: Teacher | None = None
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch import Tensor
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import write_tensors
 from guardpaint.store.progress import track
-from paperdolls.masks import differs, figure_mask
-from paperdolls.render import render
+from paperdolls.masks import touched
+from paperdolls.models.recipe import Latents
 from paperdolls.scene import Scene, sample_scene
 
 GRID = 16
@@ -33,26 +32,19 @@ class Focus:
     hard: Bool[Tensor, " n"]
 
 
-def touched(scene: Scene) -> Bool[np.ndarray, "64 64"]:
-    """Pixels of figures, of splashes and blades, and of harmless things (flowers, plates, swords)."""
-    plain = replace(scene, flowers=False, sauce=False, sword_on_wall=False)
-    if plain == scene:
-        return figure_mask(scene)
-    return figure_mask(scene) | differs(render(scene).image, render(plain).image)
-
-
 def is_hard(scene: Scene) -> bool:
     return scene.kind in HARD_KINDS or bool(scene.figures and scene.figures[0].garment in HARD_GARMENTS)
 
 
-def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
-    """The focus of `count` scenes from `first` on, on a size×size grid. A cache of the same scenes is reused."""
+def look_at(first: int, count: int, latents: Latents, cache: Path) -> Focus:
+    """The focus of `count` scenes from `first` on, for these latents. A cache of the same scenes is reused."""
     key = {
         "first": first,
         "count": count,
         "grid": GRID,
         "what": "figures and things",
         "hard": [*HARD_KINDS, *HARD_GARMENTS],
+        "pixels": latents.pixels,
     }
     kept = None
     if cache.exists():
@@ -64,12 +56,14 @@ def look_at(first: int, count: int, size: int, cache: Path) -> Focus:
         masks, hard = [], []
         for seed in track(range(first, first + count), "looking for figures"):
             scene = sample_scene(seed)
-            cells = torch.nn.functional.adaptive_max_pool2d(torch.from_numpy(touched(scene))[None].float(), GRID)
+            cells = torch.nn.functional.adaptive_max_pool2d(
+                torch.from_numpy(touched(scene, latents.pixels))[None].float(), GRID
+            )
             masks.append(cells.to(torch.uint8))
             hard.append(is_hard(scene))
         kept = {"key": key, "figures": torch.stack(masks), "hard": torch.tensor(hard)}
         write_tensors(cache, kept)
-    return Focus(torch.nn.functional.adaptive_max_pool2d(kept["figures"].float(), size), kept["hard"])
+    return Focus(torch.nn.functional.adaptive_max_pool2d(kept["figures"].float(), latents.size), kept["hard"])
 
 
 def weights(figures: Float[Tensor, "b 1 h w"], extra: float) -> Float[Tensor, "b 1 h w"]:

@@ -26,7 +26,7 @@ from paperdolls.masks import boxed, figure_mask
 from paperdolls.models.focus import Focus, look_at, weights
 from paperdolls.models.latents import SceneLatents, SceneRange, encode_scenes
 from paperdolls.models.reader import load_reader, t5_tokenizer
-from paperdolls.models.recipe import Batch, GeneratorConfig, Recipe
+from paperdolls.models.recipe import Batch, GeneratorConfig, Latents, Recipe
 from paperdolls.models.recipes import build
 from paperdolls.models.vae import TEST_SEEDS, TRAIN_SEEDS, load_autoencoder
 from paperdolls.render import render
@@ -83,7 +83,7 @@ def tokenizers(shape: GeneratorConfig, out: Path) -> tuple[Any, Any]:
     if not words.exists():
         train_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.merges, shape.tokens).save_pretrained(words)
     other = t5_tokenizer(shape, pieces) if shape.family in ("sd3", "flux") else None
-    return CLIPTokenizer.from_pretrained(words), other
+    return CLIPTokenizer.from_pretrained(words, local_files_only=True), other
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,15 @@ def run(run: Run, vae_dir: Path, start: Start) -> None:
     cache = out.parent / f"latents-{fingerprint(vae)}-{kind}.pt"
     wanted = SceneRange(TRAIN_SEEDS, shape.scenes, shape.captions, masks)
     data = encode_scenes(vae, tokenizer, wanted, cache, other_tokenizer=other)
-    size, channels = int(data.latents.shape[-1]), int(data.latents.shape[1])
+    latents = Latents(int(data.latents.shape[1]), int(data.latents.shape[-1]), int(vae.config.sample_size))
     focus = None
     if shape.focus or shape.hard:
-        focus = look_at(TRAIN_SEEDS, shape.scenes, size, out.parent / f"figures-{TRAIN_SEEDS}-{shape.scenes}.pt")
-    model = build(shape, len(tokenizer), len(other) if other else 0, channels, size, config.seed)
+        places = out.parent / f"figures-{latents.pixels}-{TRAIN_SEEDS}-{shape.scenes}.pt"
+        focus = look_at(TRAIN_SEEDS, shape.scenes, latents, places)
+    model = build(shape, len(tokenizer), len(other) if other else 0, latents, config.seed)
     if start.warm is not None:
         pipe = load_pipeline(start.warm)
-        model.adopt(with_words(pipe, tokenizer, other, start.warm, shorter=shape.family == "flux"))
+        model.adopt(with_words(pipe, tokenizer, other, start.warm, shorter=shape.family in ("sd3", "flux")))
     if start.words is not None:
         model.read_with(load_reader(start.words, other) if other is not None else None)
     if start.teacher is not None:
@@ -177,9 +178,10 @@ def sample_sheet(pipe: Any, settings: dict[str, Any], rows: int = 2, columns: in
     extra: dict[str, Any] = {}
     tiles: list[list[Image.Image]] = []
     if "Inpaint" in type(pipe).__name__:
-        pictures = [Image.fromarray(render(s).image) for s in scenes]
-        holes = [Image.fromarray(boxed(figure_mask(s, True), 2).astype(np.uint8) * 255) for s in scenes]
-        extra = {"image": pictures, "mask_image": holes, "height": 64, "width": 64}
+        side = int(pipe.vae.config.sample_size)
+        pictures = [Image.fromarray(render(s, side).image) for s in scenes]
+        holes = [Image.fromarray(boxed(figure_mask(s, True, side), 2).astype(np.uint8) * 255) for s in scenes]
+        extra = {"image": pictures, "mask_image": holes, "height": side, "width": side}
         tiles.append(
             [
                 Image.composite(Image.new("RGB", p.size, "grey"), p, h.resize(p.size))

@@ -41,6 +41,10 @@ class SceneLatents:
         return len(self.latents)
 
 
+WRITE_EVERY = 50
+"""Batches of scenes after which the cache is written."""
+
+
 @dataclass(frozen=True)
 class SceneRange:
     """Which scenes to encode, and how much of each."""
@@ -57,22 +61,30 @@ class SceneRange:
 def encode_scenes(
     vae: Any, tokenizer: Any, wanted: SceneRange, cache: Path, *, other_tokenizer: Any = None, batch: int = 64
 ) -> SceneLatents:
-    """Render, encode and tokenise scenes. A cache of the same scenes, autoencoder and tokenizers is reused."""
+    """Render, encode and tokenise scenes. A cache of the same scenes, autoencoder and tokenizers is reused.
+
+    The scenes are drawn at the size of the autoencoder's pictures (`sample_size` in its config). The cache is written
+    as the encoding goes on, so that an interrupted one resumes.
+    """
+    side = int(vae.config.sample_size)
     first, count, captions, masks = wanted.first, wanted.count, wanted.captions, wanted.masks
     key: dict[str, Any] = {"first": first, "count": count, "captions": captions, "masks": masks}
     lengths = [(len(t), t.model_max_length) for t in (tokenizer, other_tokenizer) if t is not None]
     key |= {"vae": fingerprint(vae), "texts": lengths}
+    parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(SceneLatents)}
+    done = 0
     if cache.exists():
         try:
             kept = torch.load(cache, weights_only=True)
         except Exception as error:
             raise BadCheckpoint(f"{cache}: unreadable ({error}); delete it to encode the scenes again") from error
         if kept.pop("key") == key:
-            return widened(kept)
-    parts: dict[str, list[Tensor]] = {f.name: [] for f in fields(SceneLatents)}
-    for start in track(range(first, first + count, batch), "encoding scenes"):
+            done = len(kept["latents"])
+            parts |= {name: [value] for name, value in kept.items()}
+    starts = range(first + done, first + count, batch)
+    for k, start in enumerate(track(starts, "encoding scenes")):
         scenes = [sample_scene(s) for s in range(start, min(start + batch, first + count))]
-        pixels = pixels_of([render(s).image for s in scenes])
+        pixels = pixels_of([render(s, side).image for s in scenes])
         parts["latents"].append(encoded(vae, pixels))
         texts = [caption(s, k).text for s in scenes for k in range(captions)]
         parts["ids"].append(tokenise(tokenizer, texts).view(len(scenes), captions, -1).to(torch.int16))
@@ -81,15 +93,16 @@ def encode_scenes(
             parts["other_ids"].append(ids.to(torch.int16))
         parts["unsafe"].append(torch.tensor([s.category != "safe" for s in scenes]))
         if masks:
-            holes = torch.from_numpy(np.stack([training_mask(s, k) for s in scenes for k in range(masks)]))
+            holes = torch.from_numpy(np.stack([training_mask(s, k, side) for s in scenes for k in range(masks)]))
             grey = pixels.repeat_interleave(masks, 0) * ~holes[:, None]
             z = encoded(vae, grey)
             small = torch.nn.functional.interpolate(holes[:, None].half(), z.shape[-2:])
             parts["masked"].append(z.view(len(scenes), masks, *z.shape[1:]))
             parts["masks"].append(small.view(len(scenes), masks, *small.shape[1:]))
-    tensors = {name: torch.cat(values) for name, values in parts.items() if values}
-    write_tensors(cache, {"key": key, **tensors})
-    return widened(tensors)
+        if k % WRITE_EVERY == WRITE_EVERY - 1 or k == len(starts) - 1:
+            parts = {name: [torch.cat(values)] if values else [] for name, values in parts.items()}
+            write_tensors(cache, {"key": key, **{name: values[0] for name, values in parts.items() if values}})
+    return widened({name: values[0] for name, values in parts.items() if values})
 
 
 def widened(parts: dict[str, Tensor]) -> SceneLatents:

@@ -5,6 +5,7 @@ guardpaint train oracle --set views=runs/views --out runs/oracle
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.store.checkpoint import load_strict
+from guardpaint.train.auditor_pictures import brush
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import encoded, pixels_of, tokenise
+from guardpaint.types import SAFE
 from paperdolls.captions import caption
-from paperdolls.masks import differs
+from paperdolls.masks import differs, grown, training_region
 from paperdolls.models.vae import load_autoencoder
 from paperdolls.oracle import CHOICES, PRESENT, Oracle, OracleConfig, OracleNet, Truth, truth
-from paperdolls.render import render
+from paperdolls.render import SIZE, Rendered, render
 from paperdolls.scene import PROPS, Scene, safe_version, sample_scene
 
 ORACLE_SEEDS = 40_000_000
@@ -41,13 +44,17 @@ ROUND_TRIPS = 0.5
 """Share of a batch that passes through an autoencoder first."""
 
 
+WRONG_PLACE = 0.3
+"""Share of the repairs that paint beside the harm and so leave the picture unsafe."""
+
+
 @dataclass(frozen=True)
 class Lesson:
     """The pictures of one step and their labels."""
 
-    images: Float[Tensor, "b 3 64 64"]
+    images: Float[Tensor, "b 3 s s"]
     want: Truth
-    props: Float[Tensor, "b n 32 32"]
+    props: Float[Tensor, "b n u u"]
     """Where the main figure's prop is visible."""
     scenes: tuple[Scene, ...]
     props_known: Float[Tensor, " b"] | None = None
@@ -99,36 +106,81 @@ def lesson_scenes(first: int, count: int) -> tuple[Scene, ...]:
     return tuple(scenes)
 
 
-def prop_places(scene: Scene, image: np.ndarray) -> Float[Tensor, "n 32 32"]:
-    """Cells in which the main figure's prop changes the picture."""
-    out = torch.zeros(len(PROPS), 32, 32)
+@dataclass(frozen=True)
+class OracleRecipe(OracleConfig):
+    """The shape of an oracle and what its lessons are made of."""
+
+    repaired: float = 0.0
+    """Share of unsafe pictures that are shown repaired: painted over with the safe version's pixels, or half so."""
+
+    @property
+    def shape(self) -> OracleConfig:
+        return OracleConfig(self.channels, self.spots, self.size, self.fold)
+
+
+PLAIN = OracleRecipe()
+"""Pictures of 64 pixels, none of them repaired."""
+
+
+def prop_places(scene: Scene, image: np.ndarray, fold: int = 2) -> Float[Tensor, "n u u"]:
+    """Cells of `fold` by `fold` pixels in which the main figure's prop changes the picture."""
+    size = len(image)
+    out = torch.zeros(len(PROPS), size // fold, size // fold)
     held = scene.figures[0].prop if scene.figures else None
     if held is not None:
         people = (replace(scene.figures[0], prop=None), *scene.figures[1:])
-        change = torch.from_numpy(differs(image, render(replace(scene, figures=people)).image)).float()
-        out[PROPS.index(held)] = nn.functional.max_pool2d(change[None], 2)[0]
+        change = torch.from_numpy(differs(image, render(replace(scene, figures=people), size).image)).float()
+        out[PROPS.index(held)] = nn.functional.max_pool2d(change[None], fold)[0]
     return out
 
 
-def lesson(scenes: tuple[Scene, ...]) -> Lesson:
-    drawn = [render(s) for s in scenes]
-    places = torch.stack([prop_places(s, d.image) for s, d in zip(scenes, drawn, strict=True)])
-    return Lesson(pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn]), places, scenes)
+def lesson(scenes: tuple[Scene, ...], recipe: OracleRecipe = PLAIN) -> Lesson:
+    """Renders of scenes with their labels, a share of the unsafe ones repaired."""
+    drawn = [shown(s, recipe) for s in scenes]
+    seen = tuple(s for s, _ in drawn)
+    places = torch.stack([prop_places(s, d.image, recipe.fold) for s, d in drawn])
+    images = pixels_of([d.image for _, d in drawn])
+    return Lesson(images, truth(seen, [d.mask for _, d in drawn]), places, seen)
+
+
+def shown(scene: Scene, recipe: OracleRecipe) -> tuple[Scene, Rendered]:
+    """What a render shows, and the render. Some unsafe scenes are repaired; most then show their safe version."""
+    drawn = render(scene, recipe.size)
+    rng = random.Random(f"repair/{scene.jitter}")
+    if scene.category == SAFE or rng.random() >= recipe.repaired:
+        return scene, drawn
+    after = safe_version(scene)
+    other = render(after, recipe.size)
+    region = training_region(drawn.mask, scene.jitter)
+    if rng.random() < WRONG_PLACE:
+        region = brush(rng, recipe.size) & ~grown(drawn.mask, 1)
+        return scene, replace(drawn, image=np.where(region[..., None], other.image, drawn.image))
+    return after, replace(other, image=np.where(region[..., None], other.image, drawn.image))
 
 
 DRAWN = 0.375
 """Share of pictures in a lesson that bases drew, if such pictures are given."""
 
 
-def with_drawn(first: int, count: int, drawn: Views, g: torch.Generator) -> Lesson:
+def with_drawn(first: int, count: int, drawn: Views, g: torch.Generator, recipe: OracleRecipe = PLAIN) -> Lesson:
     """A lesson whose last pictures were drawn by a base; their labels are those of the scenes."""
     k = int(count * DRAWN)
     rows = torch.randint(len(drawn), (k,), generator=g)
-    old = lesson_scenes(first, count - k)
-    batch = lesson((*old, *(sample_scene(int(drawn.seeds[r])) for r in rows)))
-    images = torch.cat([batch.images[: count - k], drawn.images[rows].float() / 127.5 - 1])
+    new = lesson(lesson_scenes(first, count - k), recipe)
+    old = lesson(tuple(sample_scene(int(drawn.seeds[r])) for r in rows), replace(recipe, repaired=0.0))
+    images = torch.cat([new.images, drawn.images[rows].float() / 127.5 - 1])
     known = torch.cat([torch.ones(count - k), torch.zeros(k)])
-    return replace(batch, images=images, props_known=known)
+    return Lesson(images, both(new.want, old.want), torch.cat([new.props, old.props]), new.scenes + old.scenes, known)
+
+
+def both(one: Truth, other: Truth) -> Truth:
+    """The labels of two batches as one."""
+    return Truth(
+        torch.cat([one.category, other.category]),
+        torch.cat([one.pixels, other.pixels]),
+        {k: torch.cat([v, other.choices[k]]) for k, v in one.choices.items()},
+        {k: torch.cat([v, other.present[k]]) for k, v in one.present.items()},
+    )
 
 
 def drawn_pictures(folder: Path) -> Views:
@@ -191,9 +243,9 @@ def disturbed(images: Float[Tensor, "b 3 h w"], vaes: Sequence[Any], g: torch.Ge
     return (out * gain + grain).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
 
 
-def labelled(first: int, count: int) -> tuple[Float[Tensor, "b 3 64 64"], Truth]:
+def labelled(first: int, count: int, size: int = SIZE) -> tuple[Float[Tensor, "b 3 s s"], Truth]:
     scenes = [sample_scene(first + i) for i in range(count)]
-    drawn = [render(s) for s in scenes]
+    drawn = [render(s, size) for s in scenes]
     return pixels_of([d.image for d in drawn]), truth(scenes, [d.mask for d in drawn])
 
 
@@ -201,7 +253,7 @@ def held_out_rows(oracle: Oracle, first: int, count: int, batch: int = 100) -> l
     """One row per held-out scene: the predicted category, the mask's IoU and whether each attribute is right."""
     rows: list[dict[str, Any]] = []
     for start in range(first, first + count, batch):
-        images, want = labelled(start, batch)
+        images, want = labelled(start, batch, oracle.size)
         verdicts = oracle.judge(images)
         predicted, real = verdicts.mask > 0.5, want.pixels > 0
         union = (predicted | real).sum((1, 2))
@@ -252,13 +304,13 @@ class Sources:
             raise BadConfig("soft and drawn are both given: give only one; drawn pictures need no softening")
 
 
-def train(shape: OracleConfig, config: TrainConfig, run: Run, sources: Sources) -> OracleNet:
+def train(recipe: OracleRecipe, config: TrainConfig, run: Run, sources: Sources) -> OracleNet:
     """Train the network on its own scenes with these sources."""
     vaes = [load_autoencoder(v) for v in sources.vaes]
     warm, soft, drawn = sources.warm, sources.soft, sources.drawn
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        net = OracleNet(shape)
+        net = OracleNet(recipe.shape)
     if warm is not None:
         new = {k: v for k, v in net.state_dict().items() if k.startswith(("spots.", "maps."))}
         load_strict(net, {**new, **Oracle.load(warm).net.state_dict()}, warm)
@@ -270,9 +322,9 @@ def train(shape: OracleConfig, config: TrainConfig, run: Run, sources: Sources) 
     def batches(step: int) -> Lesson:
         g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         if pictures is not None:
-            batch = with_drawn(first + step * n, n, pictures, g)
+            batch = with_drawn(first + step * n, n, pictures, g, recipe)
         else:
-            batch = lesson(lesson_scenes(first + step * n, n))
+            batch = lesson(lesson_scenes(first + step * n, n), recipe)
         if softener is not None:
             batch = softened(batch, softener, g)
         return replace(batch, images=disturbed(batch.images, vaes, g))
@@ -290,10 +342,10 @@ def train(shape: OracleConfig, config: TrainConfig, run: Run, sources: Sources) 
 
 def run(run: Run, sources: Sources) -> None:
     """Train the oracle; a finished one is measured on held-out renders and saved with its card."""
-    shape, config = load_config(run.config_file, OracleConfig)
+    recipe, config = load_config(run.config_file, OracleRecipe)
     out = run.out
     torch.set_num_threads(config.threads)
-    net = train(shape, config, run, sources)
+    net = train(recipe, config, run, sources)
     done = finished(out, config)
     if done is None:
         return

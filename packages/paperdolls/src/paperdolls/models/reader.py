@@ -160,7 +160,7 @@ def t5_tokenizer(shape: GeneratorConfig, folder: Path) -> Any:
 
     if not folder.exists():
         train_t5_tokenizer(world_captions(TRAIN_SEEDS, 12_000), shape.other_tokens).save_pretrained(folder)
-    return T5Tokenizer.from_pretrained(folder)
+    return T5Tokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def load_reader(path: Path, tokenizer: Any) -> Any:
@@ -168,7 +168,8 @@ def load_reader(path: Path, tokenizer: Any) -> Any:
     from transformers import T5EncoderModel, T5Tokenizer
 
     try:
-        text, own = T5EncoderModel.from_pretrained(path), T5Tokenizer.from_pretrained(path)
+        text = T5EncoderModel.from_pretrained(path, use_safetensors=True, local_files_only=True)
+        own = T5Tokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path}: not a T5 saved by the trainer `reader` ({error})") from error
     if own.get_vocab() != tokenizer.get_vocab():

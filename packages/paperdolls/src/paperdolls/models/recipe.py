@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from guardpaint.errors import BadConfig
+from paperdolls.render import SIZE
 
-PIXELS = 64
 FAMILIES = ("sd", "inpaint", "sdxl", "sd3", "flux")
 LONG_TEXT = {"sd3": 256, "flux": 512}
 """T5 length of the pipelines unless `max_sequence_length` is given."""
@@ -76,6 +76,17 @@ class GeneratorConfig:
             raise BadConfig(f"focus={self.focus}, hard={self.hard}: a weight of at least 0, a share within [0, 1)")
         if self.family == "flux" and sum(self.rope) != self.head_dim:
             raise BadConfig(f"rope={self.rope} must add up to head_dim={self.head_dim}")
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The latents that a generator draws, and the side of the pictures that they stand for."""
+
+    channels: int
+    size: int
+    """Side of the latents."""
+    pixels: int = SIZE
+    """Side of the pictures."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +188,18 @@ def t5_ids(batch: Batch, family: str) -> Int[Tensor, "b m"]:
         raise BadConfig(f"{family} needs its captions in both tokenizers")
     more = LONG_TEXT[family] - batch.other_ids.shape[1] if batch.long else 0
     return nn.functional.pad(batch.other_ids, (0, more), value=0)
+
+
+@torch.no_grad()
+def take_text(mine: Any, theirs: Any) -> bool:
+    """Take over a CLIP text encoder. A longer one repeats the last position; returns whether there were as many."""
+    state = {name: value.float() for name, value in theirs.state_dict().items()}
+    name = next(k for k in state if k.endswith("position_embedding.weight"))
+    own = mine.state_dict()[name]
+    more = len(own) - len(state[name])
+    state[name] = torch.cat([state[name], state[name][-1:].expand(max(0, more), -1)])
+    mine.load_state_dict(state)
+    return more == 0
 
 
 @torch.no_grad()

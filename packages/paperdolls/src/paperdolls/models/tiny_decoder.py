@@ -77,11 +77,12 @@ def run(run: Run, vae_dir: Path) -> None:
     out = run.out
     torch.set_num_threads(config.threads)
     vae = load_autoencoder(vae_dir)
-    held_out = scenes(TEST_SEEDS, 64)
+    side = int(vae.config.sample_size)
+    held_out = scenes(TEST_SEEDS, 64, side)
 
     def batches(step: int) -> tuple[Tensor, Tensor, Tensor]:
         g = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        images = scenes(FIRST + step * config.batch_size, config.batch_size)
+        images = scenes(FIRST + step * config.batch_size, config.batch_size, side)
         z = latents(vae, images)
         strength = shape.noise * torch.rand((len(z), 1, 1, 1), generator=g)
         return images, z, z + strength * torch.randn(z.shape, generator=g)
@@ -92,7 +93,8 @@ def run(run: Run, vae_dir: Path) -> None:
             back = model.decode(latents(vae, few)).sample.clamp(-1, 1)  # type: ignore[operator]
         sheet = torch.cat([torch.cat(list(few), 2), torch.cat(list(back), 2)], 1)
         picture = Image.fromarray(((sheet + 1) * 127.5).byte().permute(1, 2, 0).numpy())
-        save_image(picture.resize((picture.width * 2, picture.height * 2), Image.Resampling.NEAREST), path)
+        zoom = 128 // side
+        save_image(picture.resize((picture.width * zoom, picture.height * zoom), Image.Resampling.NEAREST), path)
         print(f"{path.name}: {quality(model, vae, held_out).mean():.2f} dB on 64 held-out scenes", flush=True)
 
     model = build(shape, vae.config.latent_channels, config.seed)
@@ -101,7 +103,7 @@ def run(run: Run, vae_dir: Path) -> None:
     if done is None:
         return
     sample(model.eval(), out / "samples.png")
-    values = torch.cat([quality(model, vae, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
+    values = torch.cat([quality(model, vae, scenes(TEST_SEEDS + i * 50, 50, side)) for i in range(10)])
     model.half().save_pretrained(out / "model")
     saved = read_json(out / "model" / "config.json")
     saved.pop("block_out_channels", None)  # diffusers writes it, and warns about it on every load

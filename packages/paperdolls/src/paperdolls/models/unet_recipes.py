@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.errors import BadConfig
 from guardpaint.train.alignment_loss import min_snr_weight
-from paperdolls.models.recipe import PIXELS, Batch, GeneratorConfig, Recipe, clip_text, quiet
+from paperdolls.models.recipe import Batch, GeneratorConfig, Latents, Recipe, clip_text, quiet
 
 
-def unet(config: GeneratorConfig, latent_channels: int, size: int, in_channels: int, text: int, **extra: Any) -> Any:
+def unet(config: GeneratorConfig, latents: Latents, in_channels: int, text: int, **extra: Any) -> Any:
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
-        sample_size=size,
+        sample_size=latents.size,
         in_channels=in_channels,
-        out_channels=latent_channels,
+        out_channels=latents.channels,
         block_out_channels=tuple(config.channels),
         layers_per_block=1,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -41,16 +41,16 @@ class Sd(Recipe):
     }
     pipeline = "StableDiffusionPipeline"
 
-    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, latents: Latents) -> None:
         super().__init__()
         self.gamma = config.min_snr
-        self.unet = self.denoiser(config, channels, size)
+        self.unet = self.denoiser(config, latents)
         self.text = clip_text(config, vocab, projection=False)
         self.alphas: Tensor
         self.register_buffer("alphas", sd_scheduler().alphas_cumprod, persistent=False)
 
-    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
-        return unet(config, channels, size, channels, config.text_width)
+    def denoiser(self, config: GeneratorConfig, latents: Latents) -> Any:
+        return unet(config, latents, latents.channels, config.text_width)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         t, noisy = self.noised(batch)
@@ -99,8 +99,8 @@ class Inpaint(Sd):
 
     pipeline = "StableDiffusionInpaintPipeline"
 
-    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
-        return unet(config, channels, size, 2 * channels + 1, config.text_width)
+    def denoiser(self, config: GeneratorConfig, latents: Latents) -> Any:
+        return unet(config, latents, 2 * latents.channels + 1, config.text_width)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if batch.mask is None or batch.masked is None:
@@ -116,8 +116,9 @@ class Sdxl(Sd):
 
     TIME_WIDTH = 16
 
-    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, channels: int, size: int) -> None:
-        super().__init__(config, vocab, other_vocab, channels, size)
+    def __init__(self, config: GeneratorConfig, vocab: int, other_vocab: int, latents: Latents) -> None:
+        super().__init__(config, vocab, other_vocab, latents)
+        self.pixels = latents.pixels
         self.text2 = clip_text(config, vocab, projection=True)
 
     def adopt(self, pipe: Any) -> None:
@@ -127,12 +128,11 @@ class Sdxl(Sd):
             self.text2.load_state_dict(pipe.text_encoder_2.float().state_dict())
             self.adopted = (self.text, self.text2)
 
-    def denoiser(self, config: GeneratorConfig, channels: int, size: int) -> Any:
+    def denoiser(self, config: GeneratorConfig, latents: Latents) -> Any:
         return unet(
             config,
-            channels,
-            size,
-            channels,
+            latents,
+            latents.channels,
             2 * config.text_width,
             addition_embed_type="text_time",
             addition_time_embed_dim=self.TIME_WIDTH,
@@ -143,7 +143,8 @@ class Sdxl(Sd):
         t, noisy = self.noised(batch)
         first, second = (e(batch.ids, output_hidden_states=True) for e in (self.text, self.text2))
         states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-        sizes = torch.tensor([[PIXELS, PIXELS, 0, 0, PIXELS, PIXELS]], dtype=states.dtype).repeat(len(states), 1)
+        side = self.pixels
+        sizes = torch.tensor([[side, side, 0, 0, side, side]], dtype=states.dtype).repeat(len(states), 1)
         extra = {"text_embeds": second.text_embeds, "time_ids": sizes}
         out = self.unet(noisy, t, encoder_hidden_states=states, added_cond_kwargs=extra).sample
         return self.weighted(out, batch, t)

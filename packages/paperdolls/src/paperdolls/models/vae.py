@@ -5,10 +5,12 @@ guardpaint train vae4 --out runs/vae4 [--minutes 60]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image
@@ -18,8 +20,9 @@ from guardpaint.errors import BadCheckpoint
 from guardpaint.store.images import save_image
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 from guardpaint.train.latents import pixels_of
-from paperdolls.render import render
-from paperdolls.scene import sample_scene
+from paperdolls.masks import touched
+from paperdolls.render import RGB, SIZE, SKIN, render
+from paperdolls.scene import COLOURS, Scene, sample_scene
 
 TRAIN_SEEDS, TEST_SEEDS = 10_000_000, 20_000_000
 """First scene seeds of training and of held-out data."""
@@ -39,8 +42,14 @@ class VaeConfig:
     """Weight of the gradient-difference loss, which keeps edges sharp."""
     chroma: float = 0.0
     """Weight of the opponent-colour loss, which keeps a pink garment from turning into skin."""
+    size: int = SIZE
+    """Side of the pictures in pixels."""
     contrast: float = 0.0
     """Extra weight of pixels that stand out from their surroundings, such as figures before a backdrop."""
+    figures: float = 0.0
+    """Extra weight of the pixels of figures and things, however little they stand out."""
+    hard: float = 0.0
+    """Share of every batch drawn from scenes whose label hangs on few pixels or on a faint colour (`hard_scene`)."""
 
 
 def build(config: VaeConfig, seed: int) -> Any:
@@ -57,27 +66,60 @@ def build(config: VaeConfig, seed: int) -> Any:
             layers_per_block=config.layers,
             latent_channels=config.latent_channels,
             norm_num_groups=8,
-            sample_size=64,
+            sample_size=config.size,
             mid_block_add_attention=False,
             force_upcast=False,
             shift_factor=0.0,
         )
 
 
-def scenes(first: int, count: int) -> Float[Tensor, "b 3 64 64"]:
+def scenes(first: int, count: int, size: int = SIZE) -> Float[Tensor, "b 3 s s"]:
     """Renders of consecutive scene seeds in [−1, 1]."""
-    return pixels_of([render(sample_scene(first + i)).image for i in range(count)])
+    return pixels_of([render(sample_scene(first + i), size).image for i in range(count)])
 
 
-def reconstruction(
-    model: Any, images: Float[Tensor, "b 3 h w"], config: VaeConfig, noise: torch.Generator
-) -> dict[str, Tensor]:
+def hard_scene(seed: int) -> Scene:
+    """A scene whose label hangs on few pixels or on a faint colour: swimwear, a blade, or clothes close to the skin."""
+    kind = ("ordinary", "swimwear", "blade", "ordinary")[seed % 4]
+    scene = sample_scene(seed, kind)
+    if kind == "blade":
+        return scene
+    people = tuple(f if f.kind == "statue" else replace(f, colour=near_skin(f.skin)) for f in scene.figures)
+    return replace(scene, figures=people)
+
+
+def near_skin(skin: int) -> str:
+    """The colour of garments that is closest to this skin."""
+    return min(COLOURS, key=lambda name: math.dist(RGB[name], SKIN[skin]))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The pictures of one step."""
+
+    images: Float[Tensor, "b 3 h w"]
+    places: Float[Tensor, "b 1 h w"] | None = None
+    """1 where figures and things are; None if the config does not weigh them."""
+
+
+def lesson(first: int, count: int, config: VaeConfig) -> Lesson:
+    """The pictures of consecutive scene seeds; the last ones are hard scenes."""
+    easy = count - round(config.hard * count)
+    drawn = [sample_scene(first + i) if i < easy else hard_scene(first + i) for i in range(count)]
+    images = pixels_of([render(s, config.size).image for s in drawn])
+    if not config.figures:
+        return Lesson(images)
+    return Lesson(images, torch.from_numpy(np.stack([touched(s, config.size) for s in drawn]))[:, None].float())
+
+
+def reconstruction(model: Any, batch: Lesson, config: VaeConfig, noise: torch.Generator) -> dict[str, Tensor]:
     """L1 + MSE + edges + KL, with the latent sampled from the posterior by `noise`."""
+    images = batch.images
     posterior = model.encode(images).latent_dist
     eps = torch.randn(posterior.mean.shape, generator=noise).to(posterior.mean)
     out = model.decode(posterior.mean + posterior.std * eps).sample
     gap, mse = out - images, ((out - images) ** 2).mean()
-    weight = salience(images, config.contrast)
+    weight = salience(images, config.contrast, 0.0 if batch.places is None else config.figures * batch.places)
     l1 = (weight * gap.abs()).mean()
     colour = (weight[:, 0] * (gap[:, 0] - gap[:, 1]).abs()).mean() + (
         weight[:, 0] * (gap[:, 2] - (gap[:, 0] + gap[:, 1]) / 2).abs()
@@ -88,12 +130,14 @@ def reconstruction(
     return {"loss": total, "mse": mse, "kl": kl, "chroma": colour}
 
 
-def salience(images: Float[Tensor, "b 3 h w"], contrast: float) -> Float[Tensor, "b 1 h w"]:
-    """Pixel weights of mean one, larger where a pixel differs from its wider surroundings."""
+def salience(
+    images: Float[Tensor, "b 3 h w"], contrast: float, extra: Float[Tensor, "b 1 h w"] | float = 0.0
+) -> Float[Tensor, "b 1 h w"]:
+    """Pixel weights of mean one, larger where a pixel differs from its wider surroundings, and by `extra`."""
     coarse = nn.functional.avg_pool2d(images, 4)
     coarse = nn.functional.avg_pool2d(coarse, 7, 1, 3, count_include_pad=False)
     around = nn.functional.interpolate(coarse, scale_factor=4.0)
-    weight = 1 + contrast * (images - around).abs().mean(1, keepdim=True)
+    weight = 1 + contrast * (images - around).abs().mean(1, keepdim=True) + extra
     return weight / weight.mean()
 
 
@@ -109,23 +153,23 @@ def train(shape: VaeConfig, config: TrainConfig, run: Run, warm: Path | None = N
     model = build(shape, config.seed)
     if warm is not None:
         take_over(model, load_autoencoder(warm))
-    held_out, first = scenes(TEST_SEEDS, 64), TRAIN_SEEDS + (0 if warm is None else UNSEEN)
+    held_out, first = scenes(TEST_SEEDS, 64, shape.size), TRAIN_SEEDS + (0 if warm is None else UNSEEN)
 
-    def batches(step: int) -> Tensor:
-        return scenes(first + step * config.batch_size, config.batch_size)
+    def batches(step: int) -> Lesson:
+        return lesson(first + step * config.batch_size, config.batch_size, shape)
 
-    def losses(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-        g = torch.Generator().manual_seed(int(images.abs().sum() * 1000) % (1 << 31))
-        return reconstruction(model, images, shape, g)
+    def losses(model: nn.Module, batch: Lesson) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(int(batch.images.abs().sum() * 1000) % (1 << 31))
+        return reconstruction(model, batch, shape, g)
 
     def sample(model: nn.Module, path: Path) -> None:
         with torch.no_grad():
             back = model.decode(model.encode(held_out[:12]).latent_dist.mode()).sample  # type: ignore[operator]
         sheet = torch.cat([torch.cat(list(held_out[:12]), 2), torch.cat(list(back.clamp(-1, 1)), 2)], 1)
         array = ((sheet + 1) * 127.5).byte().permute(1, 2, 0).numpy()
-        save_image(
-            Image.fromarray(array).resize((array.shape[1] * 2, array.shape[0] * 2), Image.Resampling.NEAREST), path
-        )
+        zoom = 128 // shape.size
+        wide = (array.shape[1] * zoom, array.shape[0] * zoom)
+        save_image(Image.fromarray(array).resize(wide, Image.Resampling.NEAREST), path)
         print(f"{path.name}: {psnr(model, held_out).mean():.2f} dB on 64 held-out scenes", flush=True)
 
     return fit(model, batches, losses, config, run, sample=sample)
@@ -154,7 +198,7 @@ def latent_statistics(
     model: Any, count: int = 512
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, "c c"], Float[Tensor, "c c"]]:
     """Mean and covariance of the latents of training scenes, and the effect of a change of each on the picture."""
-    images = [scenes(TRAIN_SEEDS + i * 32, 32) for i in range(count // 32)]
+    images = [scenes(TRAIN_SEEDS + i * 32, 32, model.config.sample_size) for i in range(count // 32)]
     z = torch.cat([model.encode(x).latent_dist.mode() for x in images])
     c = z.shape[1]
     flat = z.permute(1, 0, 2, 3).reshape(c, -1)
@@ -172,7 +216,7 @@ def latent_statistics(
 @torch.no_grad()
 def posterior_variance(model: Any) -> Float[Tensor, " c"]:
     """The posterior's variance in every channel, averaged over training scenes."""
-    return (model.encode(scenes(TRAIN_SEEDS, 32)).latent_dist.std ** 2).mean((0, 2, 3))
+    return (model.encode(scenes(TRAIN_SEEDS, 32, model.config.sample_size)).latent_dist.std ** 2).mean((0, 2, 3))
 
 
 @torch.no_grad()
@@ -215,7 +259,7 @@ def load_autoencoder(path: Path) -> Any:
     from diffusers import AutoencoderKL
 
     try:
-        vae = AutoencoderKL.from_pretrained(path)
+        vae = AutoencoderKL.from_pretrained(path, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise BadCheckpoint(f"{path}: not a saved autoencoder ({error})") from error
     return vae.float().eval().requires_grad_(False).to(memory_format=torch.channels_last)
@@ -230,7 +274,7 @@ def run(run: Run, warm: Path | None = None) -> None:
     if done is None:
         return
     balance_latents(model, *latent_statistics(model))
-    values = torch.cat([psnr(model, scenes(TEST_SEEDS + i * 50, 50)) for i in range(10)])
+    values = torch.cat([psnr(model, scenes(TEST_SEEDS + i * 50, 50, model_shape.size)) for i in range(10)])
     half = 1.96 * float(values.std()) / len(values) ** 0.5
     mean = float(values.mean())
     model.half().save_pretrained(out / "model")
