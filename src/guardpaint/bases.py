@@ -1,4 +1,4 @@
-"""Loads base models and guards by name: those of installed packages, small random ones, folders and hub ids."""
+"""Loads base models and guards by name: of installed packages, small random ones, folders, and `hub:owner/name`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from guardpaint.draft.families import family_of
-from guardpaint.errors import BadConfig, BadInput
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, short_hash
+from guardpaint.store.folders import base_name, resolve
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -81,7 +82,7 @@ def named_bases() -> tuple[str, ...]:
 
 
 def known_names() -> str:
-    """All names that are neither a folder nor a hub id, for error messages."""
+    """All names that are neither a folder nor on the hub, for error messages."""
     from guardpaint.testing import small
 
     return ", ".join((*named_bases(), *(f"{SMALL}{family}" for family in small.BASES)))
@@ -97,15 +98,16 @@ def load_base(name: str) -> Base:
     if name in named_bases():
         named: NamedBase = plugins.load(plugins.BASES, name, f"base {name!r}")
         return Base(name, named.load(), named.call())
-    path = Path(name)
-    if not path.is_dir() and (path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        hint = "" if named_bases() else f"; named bases such as mini-sd come with {plugins.HOW_TO_INSTALL}"
-        raise BadInput(f"base {name!r}: not one of {known_names()}, not a directory, not a hub id owner/name{hint}")
     import torch
     from diffusers import DiffusionPipeline
 
     try:
-        pipe = DiffusionPipeline.from_pretrained(name)
+        folder = resolve(base_name(name))
+    except BadCheckpoint as error:
+        hint = "" if named_bases() else f"; named bases such as mini-sd come with {plugins.HOW_TO_INSTALL}"
+        raise BadInput(f"base {name!r}: not one of {known_names()}, and {error}{hint}") from error
+    try:
+        pipe = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True)
     except Exception as error:
         raise BadInput(f"base {name!r} cannot be loaded: {error}") from error
     pipe.set_progress_bar_config(disable=True)
@@ -117,7 +119,7 @@ def load_inpainter(name: str) -> Any:
     from guardpaint.draft.loading import load_pipeline
 
     named = name in named_bases()
-    pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load() if named else load_pipeline(Path(name))
+    pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load() if named else load_pipeline(name)
     if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
         raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe
@@ -132,7 +134,7 @@ EMBEDDED_ONLY = (
 def load_guard(
     name: str | None, policy: Path | None, warn: Callable[[str], None], base: str | None = None, **config: Any
 ) -> GuardPaint:
-    """A guard from a folder or hub id, the embedded one (no name), or a random-initialised one (`tiny`).
+    """A guard from a folder or the hub, the embedded one (no name), or a random-initialised one (`tiny`).
 
     The embedded guard is refused on a base that it was not trained for.
     """

@@ -126,7 +126,9 @@ class ViewPlan:
 
     def digest(self) -> str:
         """Hash of everything that determines the views of a picture."""
-        values = [self.origin, self.base.call, self.pixels, self.base.tiny is not None]
+        decoder = self.base.decoder
+        made = None if decoder is None or decoder.exits is None else [*sorted(decoder.ways()), *self.base.looks]
+        values = [self.origin, self.base.call, self.pixels, made]
         return sha256_hex(json.dumps(values, sort_keys=True))
 
 

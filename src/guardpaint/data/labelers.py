@@ -25,11 +25,12 @@ import torch
 from PIL import Image
 
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
-from guardpaint.errors import BadConfig, BadInput
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
+from guardpaint.store.folders import resolve
 from guardpaint.store.images import data_url
 
-LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, BadCheckpoint)
 HINT = "; models that also take video need torchvision" if find_spec("torchvision") is None else ""
 
 
@@ -87,8 +88,11 @@ class ChatLabeler:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         try:
-            processor = AutoProcessor.from_pretrained(path)
-            model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto", device_map=None)
+            folder = resolve(path)
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForImageTextToText.from_pretrained(
+                folder, dtype="auto", device_map=None, use_safetensors=True, local_files_only=True
+            )
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -150,8 +154,11 @@ class ShieldLabeler:
         from transformers import AutoProcessor, ShieldGemma2ForImageClassification
 
         try:
-            model = ShieldGemma2ForImageClassification.from_pretrained(path, dtype="auto")
-            return cls(model, AutoProcessor.from_pretrained(path), policy, path)
+            folder = resolve(path)
+            model = ShieldGemma2ForImageClassification.from_pretrained(
+                folder, dtype="auto", use_safetensors=True, local_files_only=True
+            )
+            return cls(model, AutoProcessor.from_pretrained(folder, local_files_only=True), policy, path)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
 
@@ -191,8 +198,12 @@ class DetectorLabeler:
         from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
         try:
-            model = AutoModelForZeroShotObjectDetection.from_pretrained(path)
-            return cls(model, AutoProcessor.from_pretrained(path), policy, phrases, path)
+            folder = resolve(path)
+            model = AutoModelForZeroShotObjectDetection.from_pretrained(
+                folder, use_safetensors=True, local_files_only=True
+            )
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+            return cls(model, processor, policy, phrases, path)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
 

@@ -8,17 +8,16 @@ OUT/
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from guardpaint.errors import BadInput
 from guardpaint.store.checkpoint import read_json, sha256_hex, write_json
-from guardpaint.store.images import MOST_PIXELS
+from guardpaint.store.images import as_rgb, load_bytes
 from guardpaint.store.rows import append_rows, read_rows
 
 SHARD = 500
@@ -38,17 +37,8 @@ class Example:
     """The category that the source states; it never serves as a label."""
 
     def picture(self) -> Image.Image:
-        """The decoded image in RGB; raises BadInput if it cannot be decoded or is too large."""
-        try:
-            opened = Image.open(io.BytesIO(self.image))
-            if opened.width * opened.height > MOST_PIXELS:
-                raise BadInput(
-                    f"image {self.key} of {self.source}: {opened.width}×{opened.height} "
-                    f"is over {MOST_PIXELS // 1_000_000} MP"
-                )
-            return opened.convert("RGB")
-        except (UnidentifiedImageError, OSError, ValueError) as error:
-            raise BadInput(f"image {self.key} of {self.source}: cannot be decoded ({error})") from error
+        """The decoded image in RGB: the first frame, upright, over white. Raises BadInput if that is not possible."""
+        return as_rgb(load_bytes(self.image, f"image {self.key} of {self.source}"))
 
 
 def key_of(image: bytes) -> str:

@@ -7,7 +7,8 @@ Most views come from one call of the base on a re-noised picture. The pictures b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from guardpaint.draft.codec import ViewDecoder, vae_decode, vae_encode
+from guardpaint.draft.codec import ViewDecoder, resize, vae_decode, vae_encode
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.store.checkpoint import write_tensors
@@ -60,6 +61,10 @@ class Views:
     """The labeler's score for harm, for views of a corpus; for a testbed's views the masks determine the strength."""
     origin: str = ""
     """Digest of the base and the settings that a corpus's views were made with."""
+    smaller: Mapping[int, UInt8[Tensor, "n 3 p q"]] = field(default_factory=dict)
+    """The views at smaller sizes, by size in pixels, where a guard decodes these in another way than `images`."""
+    ways: tuple[str, ...] = ()
+    """How the views were made (`ViewDecoder.made_by`); empty if an earlier version made some of them."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -67,12 +72,18 @@ class Views:
     def prompt(self, row: int) -> str:
         return self.texts[row]
 
+    def at(self, pixels: int) -> Float[Tensor, "n 3 p q"]:
+        """The views at a guard's size in pixels, made as a guard makes them; in [0, 1]."""
+        images = self.smaller.get(pixels, self.images).float() / 255
+        return resize(images, (pixels, pixels))
+
     def rows(self, index: Int[Tensor, " m"]) -> Views:
         """These rows, in this order."""
         tensors: dict[str, Any] = {k: getattr(self, k)[index] for k in TENSORS}
         return replace(
             self,
             **tensors,
+            smaller={pixels: images[index] for pixels, images in self.smaller.items()},
             texts=tuple(self.texts[i] for i in index.tolist()),
             strength=None if self.strength is None else self.strength[index],
         )
@@ -87,9 +98,12 @@ def joined(parts: Sequence[Views]) -> Views:
         raise BadInput("views of different testbeds, of a testbed and a corpus, or of other categories cannot be mixed")
     strengths = [p.strength for p in parts if p.strength is not None]
     tensors: dict[str, Any] = {k: torch.cat([getattr(p, k) for p in parts]) for k in TENSORS}
+    sizes = {pixels for p in parts for pixels in p.smaller}
     return replace(
         parts[0],
         **tensors,
+        smaller={pixels: torch.cat([as_bytes(p.at(pixels)) for p in parts]) for pixels in sorted(sizes)},
+        ways=tuple(sorted({w for p in parts for w in p.ways})) if all(p.ways for p in parts) else (),
         texts=tuple(t for p in parts for t in p.texts),
         strength=torch.cat(strengths) if strengths else None,
     )
@@ -152,6 +166,7 @@ class Labelled:
             tuple(self.prompts),
             self.names,
             self.world,
+            ways=("full",),
         )
 
     def rows(self, index: list[int]) -> Labelled:
@@ -173,10 +188,19 @@ class ViewedBase:
     pipe: Any
     call: dict[str, Any]
     tiny: Any = None
+    looks: tuple[int, ...] = ()
+    """Sizes in pixels at which a guard looks: its coarse and fine size, and its glances; empty for whole decodes."""
 
     @property
     def device(self) -> torch.device:
         return self.pipe._execution_device
+
+    @cached_property
+    def decoder(self) -> ViewDecoder | None:
+        """The decoder of views that a guard with the tiny decoder uses."""
+        if self.tiny is None:
+            return None
+        return ViewDecoder(self.tiny, self.pipe.vae, self.pipe.vae_scale_factor, self.device)
 
     @property
     def steps(self) -> int:
@@ -221,18 +245,29 @@ def renoised_pictures(base: ViewedBase, batch: Labelled) -> Views:
 def stacked(
     base: ViewedBase, batch: Labelled, latents: Mapping[str, Float[Tensor, "b c h w"]], steps: Steps, g: torch.Generator
 ) -> Views:
-    """Views of the latents of each kind. If the base has a tiny decoder, it decodes a random half of each kind."""
+    """Views of the latents of each kind. If the base has a tiny decoder, it decodes a random half of each kind.
+
+    Where a guard's smaller looks come from an early exit of the tiny decoder, so do those of that half.
+    """
     parts = []
+    decoder = base.decoder
     for kind, z in latents.items():
         small = torch.zeros(len(z), dtype=torch.bool)
-        if base.tiny is not None:
+        if decoder is not None:
             small = torch.rand(len(z), generator=g) < 0.5
         images = vae_decode(base.pipe.vae, z, base.device).cpu()
-        if small.any():
-            decoder = ViewDecoder(base.tiny, base.pipe.vae, base.pipe.vae_scale_factor, base.device)
+        smaller, ways = {}, {"full"}
+        if decoder is not None and small.any():
+            whole = int(images.shape[-2]), int(images.shape[-1])
             images[small] = decoder.full(z[small]).cpu()
+            ways |= set(decoder.ways_at(whole, base.looks or (min(whole),)))
+            for pixels in (p for p in base.looks if decoder.shrink(whole, p) > 1):
+                shown = resize(images, (pixels, pixels))
+                shown[small] = decoder.at(z[small], pixels).cpu()
+                smaller[pixels] = as_bytes(shown)
         used = steps.before if kind.endswith("x0") else steps.after
-        parts.append(batch.views(images, kind, torch.tensor([level.noise for level in used]), steps.progress, small))
+        views = batch.views(images, kind, torch.tensor([level.noise for level in used]), steps.progress, small)
+        parts.append(replace(views, smaller=smaller, ways=tuple(sorted(ways))))
     return joined(parts)
 
 

@@ -47,6 +47,10 @@ class DenoiserCall:
         args = tuple(take_rows(a, self.rows, index) for a in self.args)
         return DenoiserCall(self.module, args, take_rows(self.kwargs, self.rows, index))
 
+    def outside_inference(self) -> DenoiserCall:
+        """The same call with copies of the tensors that were made under `torch.inference_mode`."""
+        return DenoiserCall(self.module, ordinary(self.args), ordinary(self.kwargs))
+
     def conditioning(self) -> dict[str, Any]:
         """Its arguments without latents and time."""
         return {k: v for k, v in self.kwargs.items() if k not in NOT_CONDITIONING}
@@ -62,6 +66,17 @@ def take_rows(value: Any, rows: int, index: Tensor, name: str = "") -> Any:
         return {k: take_rows(v, rows, index, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(take_rows(v, rows, index, name) for v in value)
+    return value
+
+
+def ordinary(value: Any) -> Any:
+    """A nested argument whose tensors autograd accepts; call it outside of inference mode."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    if isinstance(value, Mapping):
+        return {k: ordinary(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(ordinary(v) for v in value)
     return value
 
 

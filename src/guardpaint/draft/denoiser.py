@@ -34,7 +34,8 @@ class Denoiser:
     vae: Any
     family: Family
     calls: Sequence[DenoiserCall]
-    """The calls of one step: one, or [positive, negative] where FLUX runs true classifier-free guidance."""
+    """The calls of one step: one; [positive, negative] where FLUX runs true classifier-free guidance; [both branches,
+    the positive one without some layers] under SD 3.5's skip-layer guidance."""
     batch: int
     """Images in the batch of the recorded call."""
     image: int | None = None
@@ -43,6 +44,10 @@ class Denoiser:
     """The base's own guidance, one for all latents or one for each; on FLUX, its distilled guidance input."""
     true_cfg: float | Tensor = 1.0
     """FLUX's classifier-free guidance, in addition to the distilled one."""
+    rescale: float = 0.0
+    """guidance_rescale of SD and SDXL."""
+    skip_scale: float = 0.0
+    """Scale of SD 3.5's skip-layer guidance, which counts in steps that made its second call."""
     null_embedding: Float[Tensor, "1 l d"] | None = None
     """Text states that replace those of the unconditional branch."""
     levels: tuple[Level, ...] = ()
@@ -63,7 +68,7 @@ class Denoiser:
             family,
             calls=tuple(first.calls),
             batch=len(prompts) * int(settings.get("num_images_per_prompt") or 1),
-            guidance=family.guidance(pipe),
+            **family.guidance_of(pipe),
             true_cfg=float(settings.get("true_cfg_scale", 1.0)),
             levels=tuple(steps.at(k) for k in range(steps.steps + 1)),
         )
@@ -96,6 +101,10 @@ class Denoiser:
     def with_null_embedding(self, embedding: Float[Tensor, "1 l d"]) -> Denoiser:
         """The same base with other text states in its unconditional branch."""
         return replace(self, null_embedding=embedding)
+
+    def outside_inference(self) -> Denoiser:
+        """The same base with copies of the tensors that were made under `torch.inference_mode`."""
+        return replace(self, calls=tuple(call.outside_inference() for call in self.calls))
 
     @property
     def scheduler(self) -> Any:

@@ -42,6 +42,10 @@ class Family(ABC):
     def guidance(self, pipe: Any) -> float:
         return float(pipe.guidance_scale)
 
+    def guidance_of(self, pipe: Any) -> dict[str, Any]:
+        """How the pipeline's running call guides its steps, as fields of `Denoiser`."""
+        return {"guidance": self.guidance(pipe)}
+
     def calls_per_step(self, settings: Mapping[str, Any]) -> int:
         """How often the pipeline calls its denoiser in one step under these settings."""
         return 1
@@ -79,7 +83,21 @@ class Family(ABC):
         call = base.rows(base.calls[0], len(z), branches)
         many = len(branches)
         output = self.output(call.module, torch.cat([z] * many), time.repeat(many), call.conditioning()).float()
-        return guided(output, base.guidance if guidance is None else guidance) if many == 2 else output
+        if many == 1:
+            return output
+        mixed = guided(output, base.guidance if guidance is None else guidance)
+        return self.adjusted(base, mixed, output[len(z) :], z, time)
+
+    def adjusted(
+        self,
+        base: Denoiser,
+        mixed: Float[Tensor, "n c h w"],
+        positive: Float[Tensor, "n c h w"],
+        z: Float[Tensor, "n i h w"],
+        time: Float[Tensor, " n"],
+    ) -> Float[Tensor, "n c h w"]:
+        """What else the pipeline does to a guided output; `positive` is that of the prompt alone."""
+        return mixed
 
 
 def fitting(value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
@@ -92,6 +110,22 @@ class UNetFamily(Family):
     """SD 1.5 and SDXL: UNet2DConditionModel called as unet(sample, t, encoder_hidden_states=…)."""
 
     denoiser = "unet"
+
+    def guidance_of(self, pipe: Any) -> dict[str, Any]:
+        return {**super().guidance_of(pipe), "rescale": float(vars(pipe).get("_guidance_rescale", 0.0))}
+
+    def adjusted(
+        self,
+        base: Denoiser,
+        mixed: Float[Tensor, "n c h w"],
+        positive: Float[Tensor, "n c h w"],
+        z: Float[Tensor, "n i h w"],
+        time: Float[Tensor, " n"],
+    ) -> Float[Tensor, "n c h w"]:
+        """Guidance rescale: the guided output gets back some of the spread of the prompt's own output."""
+        from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
+
+        return rescale_noise_cfg(mixed, positive, base.rescale) if base.rescale > 0 else mixed
 
     def output(
         self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]

@@ -67,7 +67,10 @@ class Flux(TransformerFamily):
     def output(
         self, module: Any, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], arguments: Mapping[str, Any]
     ) -> Float[Tensor, "n c h w"]:
-        """The network's output; missing position ids are made for the latents' size and the text's length."""
+        """The network's output; missing position ids are made for the latents' size and the text's length.
+
+        The time is rounded as in the pipeline, which casts t to the latents' precision before it divides by 1000.
+        """
         from diffusers import FluxPipeline
 
         inputs, states = dict(arguments), arguments["encoder_hidden_states"]
@@ -76,7 +79,7 @@ class Flux(TransformerFamily):
             inputs["img_ids"] = FluxPipeline._prepare_latent_image_ids(len(z), h, w, states.device, states.dtype)
         if "txt_ids" not in inputs:
             inputs["txt_ids"] = torch.zeros(states.shape[1], 3).to(states)
-        return super().output(module, z, time, inputs)
+        return super().output(module, z, (time * 1000).to(states.dtype) / 1000, inputs)
 
     def predict(
         self, base: Denoiser, z: Float[Tensor, "n i h w"], time: Float[Tensor, " n"], guidance: float | Tensor | None

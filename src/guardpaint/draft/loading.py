@@ -8,23 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from guardpaint.errors import BadCheckpoint
+from guardpaint.store.folders import refuse_pickles, resolve
 
 LORA = "pytorch_lora_weights.safetensors"
 """File of a LoRA that belongs to the pipeline in the same folder."""
 
 
 def load_pipeline(path: str | Path) -> Any:
-    """A saved pipeline of any family, in fp32, progress bar off."""
+    """A saved pipeline of any family, from a folder or the hub (`hub:owner/name`), in fp32, progress bar off."""
     import torch
     from diffusers import DiffusionPipeline
 
+    folder = resolve(path)
     try:
         with without_bars():
-            pipe = DiffusionPipeline.from_pretrained(path, dtype=torch.float32)
+            pipe = DiffusionPipeline.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
+            )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise BadCheckpoint(f"{path}: not a saved pipeline ({error})") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_tiny(folder: Path) -> Any:
+    """A saved tiny decoder (TAESD)."""
+    from diffusers import AutoencoderTiny
+
+    refuse_pickles(folder)
+    return AutoencoderTiny.from_pretrained(folder, use_safetensors=True, local_files_only=True).eval()
 
 
 def fuse(pipe: Any, folder: Path) -> None:
@@ -35,7 +47,7 @@ def fuse(pipe: Any, folder: Path) -> None:
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns that there is nothing for the text encoders
     try:
-        pipe.load_lora_weights(folder, weight_name=LORA)
+        pipe.load_lora_weights(folder, weight_name=LORA, use_safetensors=True, local_files_only=True)
     finally:
         logging.set_verbosity(level)
     threads = torch.get_num_threads()

@@ -23,6 +23,16 @@ PARAMETRISATION = {
 }
 
 
+CLIPPING = {
+    "clip_sample": ("DDIMScheduler", "DDPMScheduler"),
+    "thresholding": ("DDIMScheduler", "DDPMScheduler", "DPMSolverMultistepScheduler"),
+}
+"""Settings that clip the clean estimate inside the scheduler, and the classes that heed them."""
+MULTISTEP = ("PNDMScheduler", "DPMSolverMultistepScheduler")
+ROUNDING = 1e-3
+"""Differences below this share of σ are rounding, not noise."""
+
+
 def sd_scheduler() -> Any:
     """DDIM on Stable Diffusion's noise schedule."""
     from diffusers import DDIMScheduler
@@ -37,15 +47,41 @@ def sd_scheduler() -> Any:
     )
 
 
-def parametrisation(scheduler: Any) -> str:
-    """How the scheduler scales its latents; raises on one we do not know."""
+def kind_of(scheduler: Any) -> str:
+    """The name of the supported class that a scheduler is or derives from; raises on one we do not know."""
     for cls in type(scheduler).__mro__:
         if cls.__name__ in PARAMETRISATION:
-            return PARAMETRISATION[cls.__name__]
+            return cls.__name__
     raise UnsupportedScheduler(
         f"{type(scheduler).__name__}: clean estimates are known for {', '.join(sorted(PARAMETRISATION))}; "
         "set pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config) or another of these"
     )
+
+
+def parametrisation(scheduler: Any) -> str:
+    """How the scheduler scales its latents; raises on one we do not know."""
+    return PARAMETRISATION[kind_of(scheduler)]
+
+
+def check(scheduler: Any) -> None:
+    """Raise on a scheduler whose steps cannot be followed: an unknown one, or one that clips its clean estimates."""
+    prediction_type(scheduler)
+    kind, name = kind_of(scheduler), type(scheduler).__name__
+    for setting, classes in CLIPPING.items():
+        if kind in classes and scheduler.config.get(setting):
+            raise UnsupportedScheduler(
+                f"{name} with {setting}=True clips latents as if they were pixels, so a repair could not be held; "
+                f"set pipe.scheduler = {name}.from_config(pipe.scheduler.config, {setting}=False)"
+            )
+
+
+def between(scheduler: Any) -> bool:
+    """Whether the next step starts from an earlier latent than the one that the last step returned (PNDM)."""
+    if kind_of(scheduler) != "PNDMScheduler" or scheduler.cur_sample is None:
+        return False
+    if scheduler.config.skip_prk_steps:
+        return True
+    return bool(scheduler.counter < len(scheduler.prk_timesteps) and scheduler.counter % 4)
 
 
 def prediction_type(scheduler: Any) -> str:
@@ -103,6 +139,7 @@ class Levels:
     """The noise levels one scheduler run walks through, by executed step."""
 
     def __init__(self, scheduler: Any, steps: int) -> None:
+        check(scheduler)
         self.scheduler = scheduler
         self.steps = steps
         self.kind = parametrisation(scheduler)
@@ -142,26 +179,48 @@ class Levels:
         scale = math.hypot(1.0, sigma)
         return Level(1.0 / scale, sigma / scale, noise)
 
+    def noise_after(
+        self, stepped: Float[Tensor, "*s"], x0: Float[Tensor, "*s"], eps: Float[Tensor, "*s"], after: Level
+    ) -> Float[Tensor, "*s"]:
+        """The noise in a latent after its step, z = signal · x̂0 + sigma · ε.
 
-def edit_history(
-    scheduler: Any,
-    image: int,
-    z0: Float[Tensor, "*s"],
-    mask: Float[Tensor, "*s"],
-    eps: Float[Tensor, "*s"],
-) -> None:
-    """Make a multistep solver's past agree with the rebuilt trajectory (ẑ0, ε̂) inside the mask.
+        A deterministic step keeps ε̂. A stochastic one (DDPM, ancestral, SDE, η > 0) puts fresh noise in its place,
+        which is read from the latent. A deterministic multistep solver leaves the line from ε̂ to x̂0 without drawing
+        anything, so it keeps ε̂ too.
+        """
+        kind = kind_of(self.scheduler)
+        draws = kind not in MULTISTEP or self.scheduler.config.get("algorithm_type", "").startswith("sde")
+        if not draws or after.sigma == 0:
+            return eps
+        left = stepped - after.signal * x0
+        fresh = (left - after.sigma * eps).square().mean().sqrt() > ROUNDING * after.sigma
+        return left / after.sigma if fresh else eps
 
-    Otherwise its old estimates would pull the edit back. Tensors are of one latent, as the pipeline holds it.
-    """
-    name = type(scheduler).__name__
-    if name == "PNDMScheduler":
-        history, value = scheduler.ets, eps
-    elif name == "DPMSolverMultistepScheduler":
-        history = [o for o in scheduler.model_outputs if o is not None]
-        value = z0 if scheduler.config.algorithm_type.endswith("++") else eps
-    else:
-        return
-    for past in history:
-        old = past[image].float()
-        past[image] = torch.where(mask > 0, torch.lerp(old, value, mask), old).to(past.dtype)
+    def edit_history(
+        self, step: int, image: int, z0: Float[Tensor, "*s"], mask: Float[Tensor, "*s"], eps: Float[Tensor, "*s"]
+    ) -> None:
+        """After a step, make a multistep solver's past agree with the rebuilt trajectory (ẑ0, ε) inside the mask.
+
+        Otherwise its old estimates would pull the edit back. Tensors are of one latent, as the pipeline holds it. PNDM
+        keeps network outputs, so each entry becomes what the network would have said at that entry's own level.
+        """
+        scheduler, kind = self.scheduler, kind_of(self.scheduler)
+        if kind == "PNDMScheduler":
+            levels = [self.at(i) for i in self.kept(step)[-len(scheduler.ets) :]]
+            values = [join(z0, v.signal * z0 + v.sigma * eps, v, self.prediction) for v in levels]
+            entries = list(zip(scheduler.ets, values, strict=True))
+        elif kind == "DPMSolverMultistepScheduler":
+            value = z0 if scheduler.config.algorithm_type.endswith("++") else eps
+            entries = [(past, value) for past in scheduler.model_outputs if past is not None]
+        else:
+            return
+        for past, value in entries:
+            old = past[image].float()
+            past[image] = torch.where(mask > 0, torch.lerp(old, value, mask), old).to(past.dtype)
+
+    def kept(self, step: int) -> list[int]:
+        """The executed steps, up to this one, whose outputs PNDM adds to its history."""
+        early = len(self.scheduler.prk_timesteps)
+        if early:  # four calls make one Runge-Kutta step, of which the first is kept
+            return [*range(0, min(early, step + 1), 4), *range(early, step + 1)]
+        return [0, *range(2, step + 1)]

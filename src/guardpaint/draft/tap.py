@@ -7,12 +7,13 @@ and VAE attributes are replaced by doorways that share the module's state and an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from guardpaint.draft.codec import Casts, casts
 from guardpaint.draft.conditioning import DenoiserCall
 from guardpaint.draft.family import Family
 from guardpaint.errors import BadInput
@@ -39,7 +40,7 @@ class Listener(Protocol):
         return None
 
 
-def doorway(module: Any, methods: dict[str, Callable[..., Any]]) -> Any:
+def doorway(module: Any, methods: dict[str, Any]) -> Any:
     """The module seen through other methods: same class, same state, nothing of the original changed."""
     cls = type(module)
     door: Any = object.__new__(type(cls.__name__, (cls,), methods))
@@ -68,6 +69,17 @@ def tapped(pipe: Any, family: Family, listener: Listener) -> Iterator[None]:
             ears[0].decoded(result[0])
         return result
 
+    casting = Casts(vae) if casts(vae) else None
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert casting is not None
+        casting.to(*args, **kwargs)
+        return self
+
+    methods: dict[str, Any] = {"decode": decode}
+    if casting is not None:
+        methods |= {"to": to, "dtype": property(lambda self: casting.dtype())}
+
     @functools.wraps(original)
     def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         model_output = listener.before_step(model_output, timestep, sample)
@@ -82,11 +94,13 @@ def tapped(pipe: Any, family: Family, listener: Listener) -> Iterator[None]:
 
     try:
         parts[family.denoiser] = doorway(module, {"__call__": call})
-        parts["vae"] = doorway(vae, {"decode": decode})
+        parts["vae"] = doorway(vae, methods)
         scheduler.step = step
         yield
     finally:
         ears.clear()
+        if casting is not None:
+            casting.close()
         vars(scheduler).pop("step", None)
         parts[family.denoiser], parts["vae"] = module, vae
 

@@ -26,9 +26,22 @@ class View(Protocol):
     noise: float
     exact: bool
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the picture in pixels."""
+        ...
+
     def at(self, pixels: int) -> Float[Tensor, "3 h w"]: ...
 
+    def path(self, pixels: int) -> str:
+        """What decodes `at(pixels)`."""
+        ...
+
     def full(self) -> Float[Tensor, "3 h w"]: ...
+
+    def native(self) -> Float[Tensor, "3 h w"]:
+        """The picture at its own size, as the decoder of `at` shows it; tiles are cut from it."""
+        ...
 
 
 class LatentView:
@@ -43,8 +56,18 @@ class LatentView:
     def at(self, pixels: int) -> Float[Tensor, "3 h w"]:
         return self._decoder.at(self.latent[None], pixels)[0].cpu()
 
+    def path(self, pixels: int) -> str:
+        return self._decoder.path(self.size, pixels)
+
     def full(self) -> Float[Tensor, "3 h w"]:
         return self._decoder.to_repair(self.latent[None])[0].cpu()
+
+    def native(self) -> Float[Tensor, "3 h w"]:
+        return self._decoder.full(self.latent[None])[0].cpu()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._decoder.factor * self.latent.shape[-2], self._decoder.factor * self.latent.shape[-1]
 
 
 class PixelView:
@@ -60,5 +83,15 @@ class PixelView:
     def at(self, pixels: int) -> Float[Tensor, "3 h w"]:
         return shrink(self._image, pixels)
 
+    def path(self, pixels: int) -> str:
+        return self.decoder
+
     def full(self) -> Float[Tensor, "3 h w"]:
         return self._image
+
+    def native(self) -> Float[Tensor, "3 h w"]:
+        return self._image
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return int(self._image.shape[-2]), int(self._image.shape[-1])

@@ -49,15 +49,20 @@ def ddim_inversion(
 
 
 def null_text(z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: Denoiser) -> Float[Tensor, "1 l d"]:
-    """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m."""
-    states = base.null_states
-    weight = edit.mask / edit.mask.sum().clamp_min(1e-12)
-    with torch.enable_grad():
-        embedding = states.detach().float().clone().requires_grad_(True)
+    """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m.
+
+    It needs gradients inside of the pipeline's `no_grad`, or of the caller's `torch.inference_mode`, whose tensors
+    autograd accepts as copies only.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        base = base.outside_inference()
+        z, z0, mask = z.detach().clone(), edit.z0.clone(), edit.mask.clone()
+        weight = mask / mask.sum().clamp_min(1e-12)
+        embedding = base.null_states.detach().float().clone().requires_grad_(True)
         optimiser = torch.optim.AdamW([embedding], lr=NULL_TEXT_LR)
         for _ in range(NULL_TEXT_STEPS):
-            x0, _ = base.with_null_embedding(embedding).estimate(z[None].detach(), level)
-            loss = ((x0[0] - edit.z0) ** 2 * weight).sum()
+            x0, _ = base.with_null_embedding(embedding).estimate(z[None], level)
+            loss = ((x0[0] - z0) ** 2 * weight).sum()
             (embedding.grad,) = torch.autograd.grad(loss, embedding)
             optimiser.step()
     return embedding.detach()

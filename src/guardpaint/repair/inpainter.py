@@ -13,10 +13,11 @@ from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import ViewDecoder, resize, vae_encode
 from guardpaint.draft.denoiser import Denoiser
 from guardpaint.draft.families import family_of
-from guardpaint.draft.loading import LORA, fuse, without_bars
+from guardpaint.draft.loading import LORA, fuse, load_tiny, without_bars
 from guardpaint.draft.schedule import level_at
 from guardpaint.errors import BadCheckpoint
 from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
+from guardpaint.store.folders import resolve
 from guardpaint.types import Level, RepairRequest
 
 
@@ -40,18 +41,23 @@ class Inpainter:
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Inpainter:
         """A StableDiffusionInpaintPipeline's folder, in fp32; a LoRA and a tiny decoder beside it are used if there."""
-        from diffusers import AutoencoderTiny, StableDiffusionInpaintPipeline
+        from diffusers import StableDiffusionInpaintPipeline
 
-        directory = Path(directory)
+        directory = resolve(directory)
         try:
             with without_bars():
                 pipe = StableDiffusionInpaintPipeline.from_pretrained(
-                    directory, safety_checker=None, requires_safety_checker=False, dtype=torch.float32
+                    directory,
+                    safety_checker=None,
+                    requires_safety_checker=False,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    local_files_only=True,
                 )
                 if (directory / LORA).exists():
                     fuse(pipe, directory)
             tiny_dir = directory / "tiny_decoder"
-            tiny = AutoencoderTiny.from_pretrained(tiny_dir).eval() if tiny_dir.is_dir() else None
+            tiny = load_tiny(tiny_dir) if tiny_dir.is_dir() else None
         except Exception as error:
             raise BadCheckpoint(f"{directory}: not a StableDiffusionInpaintPipeline ({error})") from error
         return cls(pipe, tiny)

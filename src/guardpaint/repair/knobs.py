@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -41,6 +42,17 @@ def normalise(knobs: Knobs) -> Float[Tensor, " 5"]:
     """The continuous knobs on [0, 1]."""
     values = knobs.as_dict()
     return torch.tensor([(values[k] - low) / (high - low) for k, (low, high) in RANGES.items()])
+
+
+def checked_knobs(values: dict[str, Any]) -> Knobs:
+    """Knobs from a file; TypeError if one is missing, unknown or out of its range."""
+    for name, value in values.items():
+        low, high = (0, SEED_BUCKETS * SEED_STRIDE) if name == "seed_offset" else RANGES.get(name, (0, 0))
+        whole = name in ("depth", "seed_offset")
+        kind = int if whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            raise TypeError(f"{name[:40]} must be a {'whole ' if whole else ''}number in [{low}, {high}]")
+    return Knobs(**values)
 
 
 @dataclass(frozen=True)

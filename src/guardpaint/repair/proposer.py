@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadConfig
 from guardpaint.repair.knobs import CONTINUOUS, SEED_BUCKETS, denormalise
-from guardpaint.store.checkpoint import load_state, read_shape, save_module
+from guardpaint.store.checkpoint import loaded, read_shape, save_module
 from guardpaint.store.seeds import generator
 from guardpaint.types import Knobs, ProposerState
 
@@ -159,6 +159,5 @@ class TournamentProposer(nn.Module):
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> TournamentProposer:
         directory = Path(directory)
-        model = cls(ProposerConfig(**read_shape(directory, "TournamentProposer")))
-        load_state(model, directory)
-        return model.eval()
+        shape = read_shape(directory, "TournamentProposer")
+        return loaded(lambda: cls(ProposerConfig(**shape)), directory).eval()

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from guardpaint.repair.knobs import normalise
-from guardpaint.store.checkpoint import load_state, read_shape, save_module
+from guardpaint.store.checkpoint import loaded, read_shape, save_module
 from guardpaint.types import Audit, Knobs
 
 FEATURES = 16
@@ -66,6 +66,5 @@ class Ranker(nn.Module):
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Ranker:
         directory = Path(directory)
-        model = cls(RankerConfig(**read_shape(directory, "Ranker")))
-        load_state(model, directory)
-        return model.eval()
+        shape = read_shape(directory, "Ranker")
+        return loaded(lambda: cls(RankerConfig(**shape)), directory).eval()

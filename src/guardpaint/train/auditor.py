@@ -142,7 +142,7 @@ def scored(model: AuditorScorer, views: Views, size: int, batch: int = 64) -> di
     for start in range(0, len(views), batch):
         part = views.rows(torch.arange(start, min(start + batch, len(views))))
         device, noise = model.device, part.noise.float().to(model.device)
-        visual = model.features(resize(part.images.float() / 255, (size, size)).to(device))
+        visual = model.features(part.at(size).to(device))
         text = Text(*model.text(model.token_ids([part.prompt(i) for i in range(len(part))]).to(device)))
         s = model.heads(visual, text, noise)
         other = torch.roll(torch.arange(len(part)), 1)

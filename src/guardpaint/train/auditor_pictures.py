@@ -23,19 +23,21 @@ def strength_of(masks: Float[Tensor, "b h w"]) -> Float[Tensor, " b"]:
 
 
 SIZE = 64
-"""Pixels of a brush mask; it is scaled to the picture."""
+"""Side of a brush mask in pixels, unless another one is asked for."""
 
 
-def brush(rng: random.Random) -> Bool[np.ndarray, "64 64"]:
-    """A random mask of a few thick strokes."""
-    image = Image.new("L", (SIZE, SIZE))
+def brush(rng: random.Random, size: int = SIZE) -> Bool[np.ndarray, "s s"]:
+    """A random mask of a few thick strokes; the same strokes at any size."""
+    unit = size / SIZE
+    image = Image.new("L", (size, size))
     draw = ImageDraw.Draw(image)
     x, y = rng.uniform(12, 52), rng.uniform(12, 52)
     for _ in range(rng.randint(2, 6)):
         to = (x + rng.gauss(0, 14), y + rng.gauss(0, 14))
         r = rng.uniform(4, 9)
-        draw.line([(x, y), to], fill=255, width=int(2 * r))
-        draw.ellipse([to[0] - r, to[1] - r, to[0] + r, to[1] + r], fill=255)
+        draw.line([(x * unit, y * unit), (to[0] * unit, to[1] * unit)], fill=255, width=int(2 * r * unit))
+        around = (to[0] - r, to[1] - r, to[0] + r, to[1] + r)
+        draw.ellipse([v * unit for v in around], fill=255)
         x, y = min(58.0, max(6.0, to[0])), min(58.0, max(6.0, to[1]))
     out = np.asarray(image) > 127
     return out if out.any() else ~out

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class Inputs(dict[str, tuple[str, ...]]):
-    """Inputs of a stage by name; each has one or more values: paths, model names or hub ids."""
+    """Inputs of a stage by name; each has one or more values: paths or model names."""
 
     def text(self, name: str) -> str | None:
         """The first value of an input, or None without one."""
