@@ -7,14 +7,16 @@ import io
 import json
 import os
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from guardpaint.errors import BadCheckpoint
+from guardpaint.errors import BadCheckpoint, GuardPaintError
 
+M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
@@ -51,7 +53,9 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path}: missing; is {path.parent} a GuardPaint checkpoint?") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: not valid JSON ({error}); the file may be half-written") from error
 
 
@@ -70,9 +74,29 @@ def save_module(module: nn.Module, config: dict[str, Any], directory: Path, dtyp
 def read_shape(directory: Path, kind: str) -> dict[str, Any]:
     """The configuration a module of this kind was saved with."""
     values = read_json(directory / CONFIG)
-    if values.pop("kind", None) != kind:
-        raise BadCheckpoint(f"{directory / CONFIG}: not a {kind}")
+    if not isinstance(values, dict) or values.pop("kind", None) != kind:
+        raise BadCheckpoint(f"{directory / CONFIG}: not the configuration of kind {kind}")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+def loaded(make: Callable[[], M], directory: Path) -> M:
+    """The module that `make` builds from a saved configuration, with its weights.
+
+    The sizes that the configuration names are compared with those of the weights before any memory is taken for them.
+    """
+    path = directory / WEIGHTS
+    state = read_tensors(path)
+    try:
+        with torch.device("meta"):
+            plan = make().state_dict()
+    except GuardPaintError:
+        raise
+    except Exception as error:  # whatever a constructor makes of strange numbers
+        raise BadCheckpoint(f"{directory / CONFIG}: describes no model ({type(error).__name__}: {error})") from error
+    check_fit(plan, state, path)
+    module = make()
+    load_strict(module, state, path)
+    return module
 
 
 def load_state(module: nn.Module, directory: Path) -> None:
@@ -89,12 +113,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise BadCheckpoint(f"{path}: no such weights file")
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, ValueError, OSError) as error:
         raise BadCheckpoint(f"{path}: not a complete safetensors file ({error}); fetch it again") from error
 
 
 def load_strict(module: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     wanted = module.state_dict()
+    check_fit(wanted, state, path)
+    for key, tensor in state.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise BadCheckpoint(f"{path}: {key} holds NaN or infinity")
+    module.load_state_dict({k: v.to(wanted[k].dtype) for k, v in state.items()})
+
+
+def check_fit(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor], path: Path) -> None:
+    """Raise BadCheckpoint unless both have the same tensors by name and shape."""
     missing, extra = sorted(set(wanted) - set(state)), sorted(set(state) - set(wanted))
     if missing or extra:
         raise BadCheckpoint(
@@ -106,25 +139,6 @@ def load_strict(module: nn.Module, state: dict[str, Tensor], path: Path) -> None
             raise BadCheckpoint(
                 f"{path}: {key} has shape {tuple(tensor.shape)}, the config needs {tuple(wanted[key].shape)}"
             )
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise BadCheckpoint(f"{path}: {key} holds NaN or infinity")
-    module.load_state_dict({k: v.to(wanted[k].dtype) for k, v in state.items()})
-
-
-def resolve(path_or_repo: str | Path) -> Path:
-    """A local directory, or a hub repository downloaded to the cache (only when the name is not a path)."""
-    path = Path(path_or_repo)
-    if path.is_dir():
-        return path
-    text = str(path_or_repo)
-    if path.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise BadCheckpoint(f"{text}: not a directory, and not a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(text))
-    except Exception as error:
-        raise BadCheckpoint(f"{text}: no such directory, and not to be had from the hub ({error})") from error
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -133,6 +147,22 @@ def fingerprint(module: nn.Module) -> str:
     for key, tensor in sorted(module.state_dict().items()):
         digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def canonical_fingerprint(module: nn.Module) -> str:
+    """SHA-256 over names, shapes and values of a module's state, the same whether it was loaded in fp32, bf16 or fp16.
+
+    Values count as bf16 has them, and those too small for fp16's full precision as 0.
+    """
+    digest = hashlib.sha256()
+    for key, tensor in sorted(module.state_dict().items()):
+        value = tensor.detach().cpu()
+        if value.is_floating_point():
+            value = value.to(torch.bfloat16)
+            value = torch.where(value.abs() < 2**-14, torch.zeros_like(value), value)
+        digest.update(f"{key}{tuple(value.shape)}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 
 import torch
 
@@ -16,3 +17,8 @@ def derive(*parts: int | str) -> int:
 def generator(*parts: int | str) -> torch.Generator:
     """A CPU generator seeded by `derive`."""
     return torch.Generator("cpu").manual_seed(derive(*parts))
+
+
+def fresh() -> int:
+    """A seed that no earlier request had; it is drawn from the operating system, not from a random state of ours."""
+    return secrets.randbits(48)
