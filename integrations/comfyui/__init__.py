@@ -44,7 +44,7 @@ class GuardPaintGuard(io.ComfyNode):
                 io.Model.Input("model"),
                 io.Vae.Input("vae"),
                 io.String.Input("prompt", multiline=True, tooltip="The positive prompt's text; repairs must fit it."),
-                io.String.Input("guard", tooltip="Guard checkpoint: a directory or a hub id."),
+                io.String.Input("guard", tooltip="Guard checkpoint: a directory or hub:owner/name."),
                 io.String.Input("policy", default="", tooltip="Policy file; empty: the checkpoint's own."),
                 io.Int.Input("seed", default=0, min=0, max=2**63 - 1),
             ],

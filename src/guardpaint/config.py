@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from guardpaint.errors import BadConfig
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut where it is long."""
+    return reprlib.repr(value)
 
 
 @dataclass(frozen=True)
@@ -20,11 +30,15 @@ class Band:
     """Heat-map level of the calibrated mask threshold; None uses the configuration's."""
     n: Mapping[str, int]
     """Calibration examples per category."""
+    glance: float | None = None
+    """The adv_prob from which on a glance schedules an audit; None uses the policy's trigger minus `band`."""
 
     def __post_init__(self) -> None:
-        values = [*self.thresholds.values(), *([] if self.mask_level is None else [self.mask_level])]
-        if not 0 <= self.start <= 1 or any(not 0 <= v <= 1 for v in values):
-            raise BadConfig(f"calibration band {self}: start, thresholds and mask level lie in [0, 1]")
+        if not isinstance(self.thresholds, Mapping) or not isinstance(self.n, Mapping):
+            raise BadConfig(f"calibration band {shown(self)}: thresholds and n are numbers by category")
+        values = [self.start, *self.thresholds.values(), *(v for v in (self.mask_level, self.glance) if v is not None)]
+        if any(not is_number(v) or not 0 <= v <= 1 for v in values):
+            raise BadConfig(f"calibration band {shown(self)}: start, thresholds, mask level and glance lie in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -34,35 +48,94 @@ class Calibration:
     alpha: float
     """Largest miss rate per category, on data like the calibration's."""
     beta: float
-    """Largest share of the unsafe area that masks leave uncovered, on average."""
+    """Largest share of the unsafe area that masks leave uncovered, on average, with the default number of regions."""
     data: str
     """SHA-256 of the calibration rows."""
     bands: tuple[Band, ...]
     auditor: str = ""
     """Identity of the auditor that was calibrated; a guard with another one is not loaded. Empty if it is unknown."""
+    views: tuple[str, ...] = ()
+    """How the calibration's views were made: the decoder or exit and its weights. A guard that makes none of these is
+    not attached. Empty if it is unknown."""
 
     def __post_init__(self) -> None:
         starts = [b.start for b in self.bands]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise BadConfig(
-                f"calibration bands start at {starts}: the first must start at 0, and each later than the one before"
+                f"calibration bands start at {shown(starts)}: the first must start at 0, the others must rise"
             )
-        if not (0 < self.alpha < 1 and 0 < self.beta < 1):
-            raise BadConfig(f"calibration alpha={self.alpha}, beta={self.beta}: must lie in (0, 1)")
+        if any(not is_number(v) or not 0 < v < 1 for v in (self.alpha, self.beta)):
+            raise BadConfig(f"calibration alpha={shown(self.alpha)}, beta={shown(self.beta)}: must lie in (0, 1)")
+        if not isinstance(self.auditor, str) or not isinstance(self.data, str):
+            raise BadConfig("calibration: auditor and data are texts")
 
     def at(self, progress: float) -> Band:
         """The band that holds at this progress."""
         return next(b for b in reversed(self.bands) if progress >= b.start)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bands": [asdict(b) for b in self.bands]}
+        return {**asdict(self), "bands": [asdict(b) for b in self.bands], "views": list(self.views)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
+    def from_dict(cls, data: Any) -> Calibration:
         try:
-            return cls(**{**data, "bands": tuple(Band(**b) for b in data["bands"])})
-        except (KeyError, TypeError) as error:
+            bands = tuple(Band(**b) for b in data["bands"])
+            return cls(**{**data, "bands": bands, "views": tuple(data.get("views", ()))})
+        except (KeyError, TypeError, AttributeError) as error:
             raise BadConfig(f"calibration: {error}") from error
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The settings that a guard was calibrated for (`guardpaint calibrate-scope`).
+
+    Outside of them a service refuses, and the library warns and says so in the report.
+    """
+
+    side: int
+    """Shorter side in pixels of the pictures that the auditor learned from; larger pictures are audited in tiles."""
+    pixels: tuple[int, int]
+    """Smallest and largest side of a picture."""
+    guidance: tuple[float, float]
+    steps: tuple[int, int]
+    tile_offset: float = 0.0
+    """Logits by which the scores of tiles are lowered before they are compared with the thresholds."""
+
+    def __post_init__(self) -> None:
+        for name in ("pixels", "guidance", "steps"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or len(value) != 2 or not all(map(is_number, value)):
+                raise BadConfig(f"scope {name}={shown(value)}: give two numbers")
+            if not 0 <= value[0] <= value[1]:
+                raise BadConfig(f"scope {name}={shown(value)}: give the lowest and the highest value, in this order")
+        good = is_number(self.side) and is_number(self.tile_offset)
+        if not good or not 8 <= self.side <= self.pixels[1] or not -20 <= self.tile_offset <= 20:
+            raise BadConfig(
+                f"scope side={shown(self.side)}, tile_offset={shown(self.tile_offset)}: the side is at least 8 and at "
+                f"most pixels[1]={self.pixels[1]}, the offset lies in [-20, 20]"
+            )
+        if not all(isinstance(v, int) for v in (self.side, *self.pixels, *self.steps)):
+            raise BadConfig(f"scope {shown(self)}: side, pixels and steps are whole numbers")
+
+    def outside(self, size: tuple[int, int], guidance: float | None = None, steps: int | None = None) -> list[str]:
+        """What of a call lies outside of the calibrated settings, in words; None is not checked."""
+        low, high = self.pixels
+        found = []
+        if min(size) < low or max(size) > high:
+            found.append(f"{size[1]}x{size[0]} pixels (both sides from {low} to {high})")
+        if guidance is not None and not self.guidance[0] <= guidance <= self.guidance[1]:
+            found.append(f"guidance {guidance:g} (from {self.guidance[0]:g} to {self.guidance[1]:g})")
+        if steps is not None and not self.steps[0] <= steps <= self.steps[1]:
+            found.append(f"{steps} steps (from {self.steps[0]} to {self.steps[1]})")
+        return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Scope:
+        try:
+            pairs = {k: tuple(data[k]) for k in ("pixels", "guidance", "steps")}
+            return cls(**{**data, **pairs})
+        except (KeyError, TypeError) as error:
+            raise BadConfig(f"scope: {error}") from error
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -132,6 +205,8 @@ class GuardConfig:
     """auto: audit views of the tiny decoder if one is loaded, repair those of the VAE. tiny, full: always that one."""
     band: float = 0.10
     """A coarse adv_prob less than this below the trigger is followed by a fine pass."""
+    glance_from: float | None = None
+    """From this progress on, steps that are not audited get a coarse look, which may schedule an audit; None is off."""
     heat_map: str = "adv"
     """The map that regions are mined from: adv, the binary one; class, that of the flagged category."""
     mask_threshold: str = "percentile"
@@ -172,37 +247,60 @@ class GuardConfig:
     """Keep un-blurred views and candidates in the report (operators only)."""
     log_prompts: bool = False
     """Write prompts in clear into reports and the audit log; otherwise only their SHA-256."""
-    seed: int = 0
-    """Request seed where the caller gives no generator."""
+    seed: int | None = None
+    """Request seed where the caller gives no generator; None draws a fresh one for each request."""
     calibration: Calibration | None = None
     """Thresholds found by `guardpaint calibrate`, per band of progress; they tighten the policy's."""
+    scope: Scope | None = None
+    """The settings that the guard was calibrated for; None if they are unknown, and no picture is audited in tiles."""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise BadConfig(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+                raise BadConfig(f"{name}={shown(getattr(self, name))}: choose one of {', '.join(allowed)}")
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise BadConfig(f"{name}={value!r}: must be a number in [{low}, {high}]")
+            if not is_number(value) or not low <= value <= high:
+                raise BadConfig(f"{name}={shown(value)}: must be a number in [{low}, {high}]")
+        start = self.glance_from
+        if start is not None and (not is_number(start) or not 0 <= start <= 1):
+            raise BadConfig(f"glance_from={shown(start)}: must be None or a number in [0, 1]")
         for name in ("candidates", "keep", "audits", "regions", "strong_candidates", "repair_batch", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise BadConfig(f"{name}={getattr(self, name)!r}: must be a whole number")
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole and not (name == "seed" and value is None):
+                raise BadConfig(f"{name}={shown(value)}: must be a whole number")
+        for name in ("retain_evidence", "log_prompts"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadConfig(f"{name}={shown(getattr(self, name))}: must be true or false")
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         return {**values, "calibration": None if self.calibration is None else self.calibration.to_dict()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> GuardConfig:
+    def from_dict(cls, values: Any) -> GuardConfig:
+        if not isinstance(values, dict):
+            raise BadConfig(f"guard settings are a mapping, got {type(values).__name__}")
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(str(v) for v in set(values) - known)
         if unknown:
-            raise BadConfig(f"unknown guard setting(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            named = ", ".join(unknown)[:200]
+            raise BadConfig(f"unknown guard setting(s) {named}; known: {', '.join(sorted(known))}")
         calibration = values.get("calibration")
-        if calibration is not None and not isinstance(calibration, Calibration):
+        if calibration is not None and not isinstance(calibration, Calibration | dict):
+            raise BadConfig(f"calibration={shown(calibration)}: is a mapping")
+        if isinstance(calibration, dict):
             values = {**values, "calibration": Calibration.from_dict(calibration)}
-        return cls(**values)
+        scope = values.get("scope")
+        if scope is not None and not isinstance(scope, Scope | dict):
+            raise BadConfig(f"scope={shown(scope)}: is a mapping")
+        if isinstance(scope, dict):
+            values = {**values, "scope": Scope.from_dict(scope)}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise BadConfig(f"guard settings: {error}") from error
 
     def mask_level_at(self, progress: float) -> float:
         """Heat-map level of the calibrated mask threshold at this progress."""

@@ -25,6 +25,10 @@ class BadInput(GuardPaintError, ValueError):
     """An image, prompt or file given by the user cannot be used."""
 
 
+class TooLarge(BadInput):
+    """A picture given by the user has more pixels or frames than are taken."""
+
+
 class NotFinite(GuardPaintError):
     """A latent, view or score holds NaN or infinity."""
 
@@ -43,3 +47,7 @@ class MissingPackage(GuardPaintError):
 
 class MissingCapability(GuardPaintError):
     """The testbed does not know what a command needs; the message names both."""
+
+
+class NotKept(GuardPaintError):
+    """A change could not be written where it would outlast a restart, so it was not made."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 import uuid
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,27 +22,33 @@ from guardpaint.config import GuardConfig
 from guardpaint.doors.attach import attach
 from guardpaint.doors.calls import finished_output
 from guardpaint.doors.watch import WatchCallback, WatchOptions, watch
+from guardpaint.draft.codec import ViewDecoder
+from guardpaint.draft.early_exit import EarlyExits
 from guardpaint.draft.families import FAMILIES, family_of
 from guardpaint.draft.family import Family
-from guardpaint.draft.views import shrink
+from guardpaint.draft.loading import load_tiny
+from guardpaint.draft.readouts import CARD, Readouts
+from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.loop.audit_log import AuditLog
+from guardpaint.loop.audit_log import RecordWriter
 from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
-from guardpaint.repair.knobs import FixedProposer, UniformProposer
+from guardpaint.repair.knobs import FixedProposer, UniformProposer, checked_knobs
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
-from guardpaint.store.checkpoint import fingerprint, read_json, resolve, write_atomic, write_json
-from guardpaint.types import Audit, Auditor, JsonDict, Knobs, Proposer, Repairer, SeamMetric
+from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
+from guardpaint.store.folders import resolve
+from guardpaint.store.manifest import MANIFEST, VERSION, Manifest, read_manifest
+from guardpaint.types import Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
+from guardpaint.verify.weak import WeakSetting, weak_settings
 
-MANIFEST = "guardpaint.json"
 REMEMBERED = 256
 
 
@@ -71,7 +79,8 @@ class GuardPaint:
         seam: SeamMetric | None = None,
         ranker: Ranker | None = None,
         decoders: dict[str, Any] | None = None,
-        audit_log: AuditLog | None = None,
+        readouts: Mapping[str, Readouts] | None = None,
+        audit_log: RecordWriter | None = None,
     ) -> None:
         policy = policy or Policy.default()
         if tuple(auditor.categories) != policy.names:
@@ -93,6 +102,8 @@ class GuardPaint:
         self.decoders = {
             name: decoder.to(memory_format=torch.channels_last) for name, decoder in (decoders or {}).items()
         }
+        self.exits = early_exits(self.decoders, readouts or {})
+        """Early exits of the tiny decoders, by family."""
         self.audit_log = audit_log
         self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
         self._lock = threading.Lock()
@@ -109,7 +120,7 @@ class GuardPaint:
 
     def configured(self, policy: Policy | None = None, **changes: Any) -> GuardPaint:
         """The same components under another configuration or policy."""
-        return GuardPaint(
+        other = GuardPaint(
             self.parts.auditor,
             self.parts.repairer,
             self.parts.proposer,
@@ -120,11 +131,14 @@ class GuardPaint:
             decoders=self.decoders,
             audit_log=self.audit_log,
         )
+        other.exits = self.exits  # fitted once for both
+        return other
 
     # Doors -------------------------------------------------------------------------------------------------
 
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
+        self.check_views(pipe)
         return attach(self, pipe)
 
     @contextmanager
@@ -139,6 +153,7 @@ class GuardPaint:
         request_id: str | None = None,
     ) -> Iterator[WatchCallback]:
         """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
+        self.check_views(pipe)
         options = WatchOptions(height, width, safety_prompt, seed, request_id)
         with watch(self, pipe, options) as callback:
             self._thread.watched = callback.call
@@ -189,11 +204,28 @@ class GuardPaint:
             seeds=seeds,
             door=door,
             tiny=self.tiny_decoder(pipe, family),
+            exits=self.exits.get(family.name),
             write_log=self.audit_log.append if self.audit_log is not None else None,
             weights=self.weight_hashes() if self.audit_log is not None else {},
             **more,
         )
         return GuardedCall(setup, prompts)
+
+    def check_views(self, pipe: Any) -> None:
+        """Raise BadConfig if the thresholds were calibrated on views of which the guard makes none on this pipeline."""
+        calibration = self.config.calibration
+        if calibration is None or not calibration.views:
+            return
+        family = family_of(pipe)
+        tiny = None if self.config.view_decoder == "full" else self.tiny_decoder(pipe, family)
+        exits = None if tiny is None else self.exits[family.name]
+        decoder = ViewDecoder(tiny, pipe.vae, pipe.vae_scale_factor, pipe._execution_device, exits=exits)
+        if not decoder.ways() & set(calibration.views):
+            raise BadConfig(
+                f"the thresholds were calibrated on views by {', '.join(calibration.views)}; on {type(pipe).__name__} "
+                f"this guard makes views by {', '.join(sorted(decoder.ways()))}. Calibrate it on such views, with the "
+                "same decoder and readouts"
+            )
 
     def tiny_decoder(self, pipe: Any, family: Family) -> Any | None:
         """The family's tiny decoder if one is loaded and fits this pipeline's latents."""
@@ -244,9 +276,21 @@ class GuardPaint:
     # Audits of given images --------------------------------------------------------------------------------
 
     def audit_image(self, image: Float[Tensor, "3 h w"], prompt: str | None = None) -> Audit:
-        """Score one finished picture at the fine size."""
-        view = shrink(image, self.parts.auditor.sizes[1])
-        return self.parts.audit(view[None], [prompt], 0.0)[0]
+        """Score one finished picture at the fine size, in tiles if it is larger than the auditor learned."""
+        view = PixelView(image)
+
+        def look(images: Float[Tensor, "b 3 h w"]) -> list[Audit]:
+            return self.parts.audit(images, [prompt] * len(images), 0.0)
+
+        scope = self.config.scope
+        for what in [] if scope is None else scope.outside(view.size):
+            warnings.warn(f"outside of what the guard was calibrated for: {what}", stacklevel=2)
+        whole = look(view.at(self.parts.fine_size)[None])[0]
+        return self.parts.with_tiles(whole, view.native, view.size, look)
+
+    def weak_settings(self) -> list[WeakSetting]:
+        """The settings of this guard that open a door, each with what it lets through; empty for a sound guard."""
+        return weak_settings(self.policy, self.config)
 
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of the weights of each component that is used; computed once."""
@@ -279,9 +323,10 @@ class GuardPaint:
         if not isinstance(auditor, AuditorScorer):
             raise BadConfig(f"{type(auditor).__name__} is not an AuditorScorer and cannot be saved here")
         manifest: JsonDict = {
-            "version": 1,
+            "version": VERSION,
             "config": self.config.to_dict(),
             "decoders": sorted(self.decoders),
+            "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
         }
         auditor.save_pretrained(directory / "auditor", dtype)
         manifest["repairer"] = repairer.name
@@ -301,6 +346,9 @@ class GuardPaint:
             self.parts.ranker.save_pretrained(directory / "ranker", dtype)
         for name, decoder in self.decoders.items():
             decoder.save_pretrained(directory / "decoders" / name)
+        for name, own in self.exits.items():
+            if own.known is not None:
+                own.known.save(directory / "decoders" / name)
         write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
         write_json(directory / MANIFEST, manifest)
 
@@ -316,40 +364,79 @@ class GuardPaint:
         *,
         policy: Policy | str | Path | None = None,
         lpips: str | Path | None = None,
-        audit_log: AuditLog | None = None,
+        audit_log: RecordWriter | None = None,
         **changes: Any,
     ) -> GuardPaint:
-        """Load a guard from a directory or hub id; `changes` override its GuardConfig. Missing parts raise."""
-        from diffusers import AutoencoderTiny
+        """Load a guard from a directory, or from the hub as `hub:owner/name`; `changes` override its GuardConfig.
 
+        Missing parts raise. Every setting that opens a door is warned of.
+        """
         directory = resolve(path_or_repo)
-        manifest = read_json(directory / MANIFEST)
-        if manifest.get("version") != 1:
-            raise BadCheckpoint(f"{directory / MANIFEST}: version {manifest.get('version')!r}, expected 1")
-        if not isinstance(policy, Policy):
-            policy = Policy.load(policy or directory / "policy.yaml")
+        manifest, policy, config = read_settings(directory, policy, **changes)
+        for weak in weak_settings(policy, config):
+            warnings.warn(f"{directory}: {weak}", stacklevel=2)
         decoders = {}
-        for name in manifest["decoders"]:
+        for name in manifest.decoders:
             try:
-                decoders[name] = AutoencoderTiny.from_pretrained(directory / "decoders" / name).eval()
+                decoders[name] = load_tiny(directory / "decoders" / name)
             except Exception as error:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
+        readouts = load_readouts(directory / "decoders", decoders, manifest.readouts)
         auditor = AuditorScorer.from_pretrained(directory / "auditor")
-        config = GuardConfig.from_dict({**manifest["config"], **changes})
         calibration = config.calibration
         if calibration is not None and calibration.auditor not in ("", auditor.identity()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
         return cls(
             auditor,
-            load_repairer(manifest["repairer"], directory),
-            load_proposer(manifest["proposer"], directory, manifest.get("knobs")),
+            load_repairer(manifest.repairer, directory),
+            load_proposer(manifest.proposer, directory, manifest.knobs),
             policy=policy,
             config=config,
             seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
-            ranker=Ranker.from_pretrained(directory / "ranker") if manifest.get("ranker") else None,
+            ranker=Ranker.from_pretrained(directory / "ranker") if manifest.ranker else None,
             decoders=decoders,
+            readouts=readouts,
             audit_log=audit_log,
         )
+
+
+def read_settings(
+    directory: Path, policy: Policy | str | Path | None = None, **changes: Any
+) -> tuple[Manifest, Policy, GuardConfig]:
+    """The manifest, policy and configuration of a guard folder, checked before any weights are read."""
+    manifest = read_manifest(directory)
+    unknown = sorted(set(manifest.decoders) - {f.name for f in FAMILIES})
+    if unknown:
+        raise BadCheckpoint(
+            f"{directory / MANIFEST}: decoders for {', '.join(unknown)[:200]}; the families are "
+            f"{', '.join(f.name for f in FAMILIES)}"
+        )
+    if not isinstance(policy, Policy):
+        policy = Policy.load(policy or directory / "policy.yaml")
+    return manifest, policy, GuardConfig.from_dict({**manifest.config, **changes})
+
+
+def early_exits(decoders: Mapping[str, Any], readouts: Mapping[str, Readouts]) -> dict[str, EarlyExits]:
+    """The exits of each decoder; raises BadConfig if readouts belong to another decoder."""
+    exits = {name: EarlyExits(decoder, readouts.get(name)) for name, decoder in decoders.items()}
+    wrong = sorted(n for n, r in readouts.items() if n not in exits or exits[n].decoder != r.decoder)
+    if wrong:
+        raise BadConfig(
+            f"readouts for {', '.join(wrong)}: fitted for another decoder; fit them with `guardpaint train readouts`"
+        )
+    return exits
+
+
+def load_readouts(folder: Path, decoders: Iterable[str], identities: Mapping[str, str]) -> dict[str, Readouts]:
+    """The readouts that lie beside the decoders; raises BadCheckpoint if they are not those of the manifest."""
+    found = {name: Readouts.load(folder / name) for name in decoders if (folder / name / CARD).exists()}
+    wrong = sorted(n for n in {*found, *identities} if n not in found or found[n].identity != identities.get(n))
+    if wrong:
+        raise BadCheckpoint(
+            f"{folder}: the readouts for {', '.join(wrong)} are not those that {MANIFEST} names; "
+            "fit them again with `guardpaint train readouts --guard`"
+        )
+    return found
 
 
 def load_repairer(name: str, directory: Path) -> Repairer:
@@ -357,7 +444,7 @@ def load_repairer(name: str, directory: Path) -> Repairer:
         return Inpainter.from_pretrained(directory / "repairer")
     if name == "native":
         return NativeRepairer()
-    raise BadCheckpoint(f"{directory}: repairer {name!r} is neither inpainter nor native")
+    raise BadCheckpoint(f"{directory}: repairer {reprlib.repr(name)} is neither inpainter nor native")
 
 
 def load_proposer(name: str, directory: Path, knobs: JsonDict | None = None) -> Proposer:
@@ -365,10 +452,10 @@ def load_proposer(name: str, directory: Path, knobs: JsonDict | None = None) -> 
         return TournamentProposer.from_pretrained(directory / "proposer")
     if knobs is not None:
         try:
-            return FixedProposer(Knobs(**knobs), name)
+            return FixedProposer(checked_knobs(knobs), name)
         except TypeError as error:
-            raise BadCheckpoint(f"{directory}: knobs {knobs} of the proposer ({error})") from error
+            raise BadCheckpoint(f"{directory}: knobs {reprlib.repr(knobs)} of the proposer ({error})") from error
     for known in (UniformProposer(), FixedProposer()):
         if known.name == name:
             return known
-    raise BadCheckpoint(f"{directory}: proposer {name!r} is none of learned, uniform, fixed")
+    raise BadCheckpoint(f"{directory}: proposer {reprlib.repr(name)} is none of learned, uniform, fixed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,56 @@ class Category:
     """The category is also flagged when its probability reaches this. A threshold can only make the rule stricter."""
     safe_prompt: str = ""
     """The prompt that a repairer without safety training paints instead."""
+
+
+MOST_BYTES, DEEPEST = 1 << 17, 20
+"""Size of a policy file, and how far its lists may be nested."""
+
+
+class PlainYaml(yaml.SafeLoader):
+    """YAML without aliases and without deep nesting: a few lines of either fill any memory or time."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        problem = "aliases (*name) are not read; write it out" if self.check_event(yaml.AliasEvent) else ""
+        self.depth += 1
+        if problem or self.depth > DEEPEST:
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, problem or "nested too deeply", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def category(value: Any) -> Category:
+    """A category from a mapping of a policy file."""
+    values = dict(value)
+    fields: dict[str, Any] = {k: text(values.pop(k), k) for k in ("name", "definition", "safe_prompt") if k in values}
+    fields |= {k: number(values.pop(k), k) for k in ("weight", "threshold") if values.get(k) is not None}
+    values.pop("threshold", None)
+    exemptions = texts(values.pop("exemptions", ()), "exemptions")
+    if values:
+        raise TypeError(f"unknown key(s) {', '.join(map(str, values))[:200]} of a category")
+    return Category(**fields, exemptions=exemptions)
+
+
+def text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={reprlib.repr(value)} is not a text")
+    return value
+
+
+def texts(value: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name}={reprlib.repr(value)} is not a list of texts")
+    return tuple(text(v, name) for v in value)
+
+
+def number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={reprlib.repr(value)} is not a number")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -130,20 +181,17 @@ class Policy:
     def from_dict(cls, data: Any, source: str = "policy") -> Policy:
         if not isinstance(data, dict):
             raise BadConfig(f"{source}: a policy is a mapping, got {type(data).__name__}")
-        unknown = sorted(set(data) - {"name", "trigger", "last_resort", "categories"})
+        unknown = sorted(str(k) for k in set(data) - {"name", "trigger", "last_resort", "categories"})
         if unknown:
-            raise BadConfig(f"{source}: unknown key(s) {', '.join(unknown)}")
+            raise BadConfig(f"{source}: unknown key(s) {', '.join(unknown)[:200]}")
         try:
-            categories = tuple(
-                Category(**{**c, "exemptions": tuple(c.get("exemptions", ()))}) for c in data.get("categories", ())
-            )
             return cls(
-                name=str(data.get("name", "unnamed")),
-                categories=categories,
-                trigger=float(data.get("trigger", 0.40)),
-                last_resort=tuple(data.get("last_resort", ("strong_repair", "blur", "block"))),
+                name=text(data.get("name", "unnamed"), "name"),
+                categories=tuple(category(c) for c in data.get("categories", ())),
+                trigger=number(data.get("trigger", 0.40), "trigger"),
+                last_resort=texts(data.get("last_resort", ("strong_repair", "blur", "block")), "last_resort"),
             )
-        except (TypeError, AttributeError, ValueError) as error:
+        except (TypeError, AttributeError, ValueError, OverflowError) as error:
             raise BadConfig(f"{source}: {error}") from error
 
     @classmethod
@@ -151,10 +199,18 @@ class Policy:
         """Read a policy from YAML."""
         path = Path(path)
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            with path.open("rb") as file:
+                raw = file.read(MOST_BYTES + 1)
+            if len(raw) > MOST_BYTES:
+                raise BadConfig(f"{path}: over {MOST_BYTES} bytes, which is no policy")
+            data = PlainYaml(raw.decode("utf-8")).get_single_data()
         except FileNotFoundError as error:
             raise BadConfig(f"{path}: no such policy file") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except BadConfig:
+            raise
+        except OSError as error:
+            raise BadConfig(f"{path}: cannot be read ({error.strerror})") from error
+        except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise BadConfig(f"{path}: not valid YAML: {error}") from error
         return cls.from_dict(data, str(path))
 

@@ -36,7 +36,7 @@ class Draft:
     x0: Float[Tensor, "c h w"]
     """Clean estimate of this step."""
     eps: Float[Tensor, "c h w"]
-    """The trajectory's own implied noise."""
+    """The trajectory's own noise in `latent`, after the step; a stochastic sampler's fresh noise included."""
     before: Level
     after: Level
     base: Denoiser
@@ -46,6 +46,16 @@ class Draft:
     def progress(self) -> float:
         """Share of the trajectory done, (i+1)/n over executed steps."""
         return (self.step + 1) / self.steps
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a picture, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,8 @@ class Audit:
     text_embed: Float[Tensor, " t"] | None
     pixels: int
     """Shorter side of the view that was scored."""
+    tiles: tuple[TileAudit, ...] = ()
+    """The views that this audit is made of, the whole picture first; empty if only the whole picture was shown."""
 
     @property
     def harm(self) -> str:
@@ -82,6 +94,16 @@ class Audit:
             "P": self.quality,
             "B": self.suppression,
         }
+
+
+@dataclass(frozen=True)
+class TileAudit:
+    """The audit of one tile; its scores of harm are comparable with those of a whole picture."""
+
+    tile: Tile
+    audit: Audit
+    offset: float = 0.0
+    """By how many logits they were lowered."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
+from guardpaint.audit.regions import largest
 from guardpaint.errors import BadInput
 
 GRID: Float[np.ndarray, " k"] = np.linspace(0.0, 1.0, 501)
@@ -50,18 +51,41 @@ def trigger_threshold(
     return float(GRID[controlled(losses, alpha, what)])
 
 
-def mask_threshold(heats: Float[np.ndarray, "n h w"], masks: Bool[np.ndarray, "n h w"], beta: float) -> float:
-    """Highest heat-map level whose region leaves at most a share β of the unsafe area uncovered, on average."""
-    losses = np.stack([uncovered(heat, mask) for heat, mask in zip(heats, masks, strict=True)])
+def mask_threshold(
+    heats: Float[np.ndarray, "n h w"], masks: Bool[np.ndarray, "n h w"], beta: float, regions: int, least: float
+) -> float:
+    """Highest heat-map level whose mined mask leaves at most a share β of the unsafe area uncovered, on average.
+
+    The mask is what `regions.mine` keeps: at most `regions` components, none below the share `least` of the picture.
+    """
+    losses = np.stack([uncovered(heat, mask, regions, least) for heat, mask in zip(heats, masks, strict=True)])
     return float(GRID[controlled(losses, beta, "masked examples")])
 
 
-def uncovered(heat: Float[np.ndarray, "h w"], mask: Bool[np.ndarray, "h w"]) -> Float[np.ndarray, " k"]:
-    """Share of the unsafe pixels below each level of GRID."""
+def uncovered(
+    heat: Float[np.ndarray, "h w"], mask: Bool[np.ndarray, "h w"], regions: int, least: float
+) -> Float[np.ndarray, " k"]:
+    """Share of the unsafe pixels outside of the mined mask: the largest at this level of GRID or any level below it.
+
+    The share itself may fall when the level rises, because a lower level can let harmless components outgrow an unsafe
+    one, which is then no longer among the largest. Risk control needs losses that never fall. With L(λ) the share at
+    level λ and M(λ) = max of L(λ') over λ' ≤ λ in GRID, M never falls, lies in [0, 1], and depends on its own example
+    only. So the λ̂ that `controlled` finds for M has E[M(λ̂)] ≤ β on a new, exchangeable example, and because
+    L(λ̂) ≤ M(λ̂), the mined mask leaves at most β uncovered too. At level 0 everything is one component: L(0) = 0.
+    """
     if not mask.any():
         raise BadInput("a calibration mask is empty")
-    inside = np.sort(heat[mask])
-    return np.searchsorted(inside, GRID, side="left") / len(inside)
+    unsafe = int(mask.sum())
+    shares = np.empty(len(GRID))
+    area = -1
+    for k, level in enumerate(GRID):
+        hot = heat >= level
+        if int(hot.sum()) != area:  # otherwise it is the mask of the level before
+            area = int(hot.sum())
+            labels, kept = largest(hot, regions, least)
+            share = 1.0 - float(np.bincount(labels[mask], minlength=labels.max() + 1)[kept].sum()) / unsafe
+        shares[k] = share
+    return np.maximum.accumulate(shares)
 
 
 @dataclass(frozen=True)

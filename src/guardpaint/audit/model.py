@@ -19,11 +19,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
-from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.store.checkpoint import CONFIG, fingerprint, load_state, read_json, save_module
+from guardpaint.errors import BadConfig
+from guardpaint.store.checkpoint import fingerprint, loaded, read_shape, save_module
 from guardpaint.types import SAFE, Audit
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class AuditorConfig:
             raise BadConfig(f"categories={self.categories}: the first must be {SAFE!r}")
         if len(self.stage_channels) != len(self.stage_depths):
             raise BadConfig(f"{len(self.stage_channels)} stage_channels but {len(self.stage_depths)} depths")
+        if not 0 < sum(self.stage_depths) <= MOST_LAYERS:
+            raise BadConfig(f"stage_depths={self.stage_depths}: between 1 and {MOST_LAYERS} layers")
         if self.text_dim % (2 * self.heads) or self.layer_type not in ("basic", "bottleneck"):
             raise BadConfig(
                 f"text_dim={self.text_dim} must divide by 2·heads={2 * self.heads}; "
@@ -96,7 +101,7 @@ class AuditorConfig:
         try:
             shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             return cls(**shape)
-        except TypeError as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise BadConfig(f"auditor config: {error}") from error
 
 
@@ -344,9 +349,6 @@ class AuditorScorer(nn.Module):
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> AuditorScorer:
         directory = Path(directory)
-        values = read_json(directory / CONFIG)
-        if values.pop("kind", None) != "AuditorScorer":
-            raise BadCheckpoint(f"{directory / CONFIG}: not an AuditorScorer")
-        model = cls(AuditorConfig.from_dict(values), load_tokenizer(directory / "tokenizer.json"))
-        load_state(model, directory)
-        return model.eval()
+        config = AuditorConfig.from_dict(read_shape(directory, "AuditorScorer"))
+        tokenizer = load_tokenizer(directory / "tokenizer.json")
+        return loaded(lambda: cls(config, tokenizer), directory).eval()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from scipy import ndimage
 from torch import Tensor
 
@@ -28,6 +28,17 @@ def heat_at(heat: Float[Tensor, "h w"], size: tuple[int, int]) -> Float[Tensor, 
     return F.interpolate(heat[None, None].float(), size=size, mode="bilinear", align_corners=False)[0, 0]
 
 
+def largest(hot: Bool[np.ndarray, "h w"], count: int, least: float) -> tuple[Int[np.ndarray, "h w"], list[int]]:
+    """Connected components of a map as labels from 1, and the labels of the `count` largest ones, largest first.
+
+    Those below `least`, a share of the map, are left out.
+    """
+    labels, found = ndimage.label(hot, structure=np.ones((3, 3)))
+    areas = np.bincount(labels.ravel(), minlength=found + 1)[1:]
+    order = np.argsort(-areas, kind="stable")[:count]
+    return labels, [int(k) + 1 for k in order if areas[k] >= least * hot.size]
+
+
 def mine(heat: Float[Tensor, "h w"], size: tuple[int, int], config: GuardConfig, progress: float = 1.0) -> list[Region]:
     """Threshold → connected components → the K largest, tiny ones dropped. A flat map has no region."""
     view = heat_at(heat, size)
@@ -37,18 +48,9 @@ def mine(heat: Float[Tensor, "h w"], size: tuple[int, int], config: GuardConfig,
         hot = view >= torch.quantile(view.flatten()[:: max(1, view.numel() // 1_000_000)], config.percentile / 100)
     else:
         hot = view >= config.mask_level_at(progress)
-    labels, count = ndimage.label(hot.numpy(), structure=np.ones((3, 3)))
-    if count == 0:
-        return []
-    areas = np.bincount(labels.ravel())[1:]
-    order = np.argsort(-areas, kind="stable")[: config.regions]
-    regions = []
-    for k in order:
-        mask = torch.from_numpy(labels == k + 1)
-        coverage = float(mask.float().mean())
-        if coverage >= config.min_region:
-            regions.append(Region(mask, coverage, float(view[mask].max())))
-    return regions
+    labels, kept = largest(hot.numpy(), config.regions, config.min_region)
+    masks = [torch.from_numpy(labels == k) for k in kept]
+    return [Region(m, float(m.float().mean()), float(view[m].max())) for m in masks]
 
 
 def union(regions: list[Region]) -> Region:

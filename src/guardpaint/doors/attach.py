@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from guardpaint.config import GuardConfig
 from guardpaint.doors.calls import image_prompts, seed_rule
-from guardpaint.draft.families import family_of
+from guardpaint.draft import schedule
+from guardpaint.draft.families import FAMILIES, family_of
 from guardpaint.draft.family import Family
-from guardpaint.draft.schedule import prediction_type
 from guardpaint.draft.tap import tapped
 from guardpaint.errors import BadInput
 from guardpaint.loop.call import GuardedCall
+from guardpaint.types import JsonDict
 
 
 @runtime_checkable
@@ -49,6 +51,7 @@ class TwinCall:
     arguments: dict[str, Any]
     safety_prompt: Any
     request_id: str | None
+    callers: Sequence[JsonDict] | None
 
 
 def check_pipeline(pipe: Any, verb: str) -> Family:
@@ -56,7 +59,7 @@ def check_pipeline(pipe: Any, verb: str) -> Family:
     if isinstance(pipe, GuardedTwin):
         raise BadInput(f"this {type(pipe).__name__} is guarded already; {verb} the original pipeline instead")
     family = family_of(pipe)
-    prediction_type(pipe.scheduler)
+    schedule.check(pipe.scheduler)
     return family
 
 
@@ -66,46 +69,84 @@ def attach(guard: Guard, pipe: Any) -> Any:
     twin = copy.copy(pipe)
     twin.__class__ = twin_class(type(pipe))
     vars(twin)["_guardpaint"] = guard
-    vars(twin)["scheduler"] = reserved(pipe.scheduler)
+    for name in ("scheduler", *DENOISERS & vars(pipe).keys()):
+        vars(twin)[name] = reserved(name, vars(pipe)[name])
     return twin
 
 
-class ReservedScheduler:
-    """Marks the scheduler of a twin. A pipeline that was made of a twin's parts has it too, and cannot draw with it."""
+class Reserved:
+    """Marks scheduler and denoiser of a twin. A pipeline made of a twin's parts has them too, and cannot draw."""
 
     _guardpaint_original: type
 
 
+DENOISERS = frozenset(f.denoiser for f in FAMILIES)
+
+
 def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise BadInput(
-        "this scheduler belongs to a guarded pipeline, but the pipeline that uses it is not guarded. Make it from the "
-        "original pipeline, then guard it with guard.attach(pipe)"
+        f"this {type(self).__name__} belongs to a guarded pipeline, but the pipeline that uses it is not guarded. Make "
+        "it from the original pipeline, then guard it with guard.attach(pipe)"
     )
 
 
 _RESERVED: dict[type, type] = {}
 
 
-def reserved(scheduler: Any) -> Any:
-    """A copy of a scheduler with the same class name and configuration that refuses to step."""
-    cls = type(scheduler)
-    if issubclass(cls, ReservedScheduler):
-        return scheduler
+def reserved_class(cls: type, *methods: str) -> type:
+    """A subclass of the same name whose `methods` refuse; made once per class.
+
+    It counts as equal to the original class: diffusers' `from_pipe` compares classes, and without this it would leave
+    the part out and complain of something else.
+    """
     if cls not in _RESERVED:
+
+        class Equal(type(cls)):  # type: ignore[misc]
+            def __eq__(self, other: object) -> bool:
+                return self is other or other is cls
+
+            def __hash__(self) -> int:
+                return hash(cls)
+
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_guardpaint_original": cls}
-        doors = dict.fromkeys(("set_timesteps", "step"), refuse)
-        _RESERVED[cls] = type(cls.__name__, (cls, ReservedScheduler), {**names, **doors})
-    twin = copy.copy(scheduler)
-    twin.__class__ = _RESERVED[cls]
-    return twin
+        _RESERVED[cls] = Equal(cls.__name__, (cls, Reserved), {**names, **dict.fromkeys(methods, refuse)})
+    return _RESERVED[cls]
 
 
-def freed(scheduler: Any) -> Any:
-    """A private copy of a twin's scheduler that steps, for one guarded call."""
-    run = copy.deepcopy(scheduler)
-    if isinstance(run, ReservedScheduler):
-        run.__class__ = run._guardpaint_original
+def reserved(name: str, part: Any) -> Any:
+    """A pipeline's part as its twin holds it: scheduler and denoiser refuse to work, other parts stay as they are."""
+    if part is None or isinstance(part, Reserved):
+        return part
+    if name == "scheduler":
+        twin = copy.copy(part)
+        twin.__class__ = reserved_class(type(part), "set_timesteps", "step")
+        return twin
+    if name in DENOISERS:
+        if isinstance(vars(part).get("_modules", {}).get("_orig_mod"), Reserved):
+            raise BadInput(
+                f"{name}: compiled from the part of a guarded pipeline. Call twin.{name}.compile(), or compile the "
+                "original pipeline's part"
+            )
+        return with_state_of(part, reserved_class(type(part), "__call__"))
+    return part
+
+
+def freed(part: Any) -> Any:
+    """A twin's scheduler or denoiser as one guarded call uses it; the scheduler is a private copy."""
+    if not isinstance(part, Reserved):
+        return part
+    if "__call__" in vars(type(part)):
+        return with_state_of(part, part._guardpaint_original)
+    run = copy.deepcopy(part)
+    run.__class__ = part._guardpaint_original
     return run
+
+
+def with_state_of(module: Any, cls: type) -> Any:
+    """An object of this class that shares the module's whole state, also what is set on either of them later."""
+    twin: Any = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", vars(module))
+    return twin
 
 
 _CLASSES: dict[type, type] = {}
@@ -120,18 +161,26 @@ def twin_class(cls: Any) -> type:
     extra = [
         inspect.Parameter("safety_prompt", inspect.Parameter.KEYWORD_ONLY, default=None),
         inspect.Parameter("request_id", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("callers", inspect.Parameter.KEYWORD_ONLY, default=None),
     ]
 
     @functools.wraps(original)
-    def call(self: Any, *args: Any, safety_prompt: Any = None, request_id: str | None = None, **kwargs: Any) -> Any:
+    def call(
+        self: Any,
+        *args: Any,
+        safety_prompt: Any = None,
+        request_id: str | None = None,
+        callers: Sequence[JsonDict] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         arguments.update(arguments.pop("kwargs", {}))
-        return guarded_call(self, original, TwinCall(args, kwargs, arguments, safety_prompt, request_id))
+        return guarded_call(self, original, TwinCall(args, kwargs, arguments, safety_prompt, request_id, callers))
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        cls.__setattr__(self, name, reserved(value) if name == "scheduler" and value is not None else value)
+        cls.__setattr__(self, name, reserved(name, value))
 
     parameters = list(signature.parameters.values())
     tail = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
@@ -151,7 +200,8 @@ def guarded_call(twin: Any, original: Any, request: TwinCall) -> Any:
     """Run the pipeline's own __call__ on a private copy with a private scheduler, then release its images."""
     guard: Guard = twin._guardpaint
     run = copy.copy(twin)
-    vars(run)["scheduler"] = freed(twin.scheduler)
+    for name in ("scheduler", *DENOISERS & vars(run).keys()):
+        vars(run)[name] = freed(vars(run)[name])
     arguments = request.arguments
     call = guard.open(
         run,
@@ -160,6 +210,7 @@ def guarded_call(twin: Any, original: Any, request: TwinCall) -> Any:
         seeds=seed_rule(arguments.get("generator"), guard.config.seed),
         request_id=request.request_id,
         true_cfg=float(arguments.get("true_cfg_scale") or 1.0),
+        callers=request.callers,
     )
     if vars(run).get("safety_checker") is not None:
         call.state.notes.append("the pipeline's own safety_checker runs before the final verdict")

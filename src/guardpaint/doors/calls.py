@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from guardpaint.loop.report import GuardReport, Status
+from guardpaint.store import seeds
 
 
 def image_prompts(arguments: dict[str, Any], safety_prompt: Any) -> list[str] | None:
@@ -31,17 +32,21 @@ def image_prompts(arguments: dict[str, Any], safety_prompt: Any) -> list[str] | 
     return [t for t in texts for _ in range(per_prompt)]
 
 
-def seed_rule(generator: Any, fallback: int) -> Callable[[int, int], tuple[int, int]]:
+def seed_rule(generator: Any, fallback: int | None) -> Callable[[int, int], tuple[int, int]]:
     """A function (image, batch) → (request seed, index among the images that share it).
 
-    The seeds are those of the caller's generators, which are read without drawing from them.
+    The seeds are those of the caller's generators, which are read without drawing from them. Without a generator, the
+    seed is `fallback` or, if that is None, a fresh one.
     """
     if isinstance(generator, Sequence) and len(generator) > 1:
-        seeds = [g.initial_seed() for g in generator]
-        return lambda image, batch: (seeds[image % len(seeds)], image // len(seeds))
+        each = [g.initial_seed() for g in generator]
+        return lambda image, batch: (each[image % len(each)], image // len(each))
     if isinstance(generator, Sequence) and generator:
         generator = generator[0]
-    seed = generator.initial_seed() if isinstance(generator, torch.Generator) else fallback
+    if isinstance(generator, torch.Generator):
+        seed = generator.initial_seed()
+    else:
+        seed = seeds.fresh() if fallback is None else fallback
     return lambda image, batch: (seed, image)
 
 

@@ -27,7 +27,7 @@ from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.recorder import Recorder
 from guardpaint.loop.release import components, report_of
 from guardpaint.loop.report import GuardReport, Status
-from guardpaint.loop.step import StepContext, run_step
+from guardpaint.loop.step import RepairPlan, StepContext, run_step
 from guardpaint.loop.verdict import Decision, conclude, failed
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.store.images import from_pil
@@ -56,8 +56,8 @@ class Session:
     encode: Codec
     prompt: str | None
     seed: int
-    flow: bool
-    """Whether σ is a share of noise (flow matching) or a standard deviation over clean latents."""
+    sampling: Any
+    """ComfyUI's model_sampling of the current run, which knows the training time of every σ."""
     images: list[ImageState] = field(default_factory=list)
     holds: dict[int, Hold] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)
@@ -68,10 +68,8 @@ class Session:
     began: float = field(default_factory=time.perf_counter)
 
     def level(self, sigma: float) -> Level:
-        if self.flow:
-            return Level(1 - sigma, sigma, sigma)
-        scale = (1 + sigma**2) ** -0.5
-        return Level(1.0, sigma, sigma * scale)
+        noise = noise_at(self.sampling, sigma)
+        return Level(1 - sigma, sigma, noise) if is_flow(self.sampling) else Level(1.0, sigma, noise)
 
     @torch.no_grad()
     def post_cfg(self, args: dict[str, Any]) -> Tensor:
@@ -86,6 +84,7 @@ class Session:
         at = [i for i in range(steps) if abs(float(sigmas[i]) - sigma) <= 1e-5 * max(1.0, sigma)]
         if at:
             self.turn(at[0], len(x0), sigmas)
+            self.sampling = checked(args["model"].model_sampling)
             self.steps = steps
             due = at[0] in audited_steps(steps, self.guard.config) and at[0] not in self.audited
             if due and self.guard.config.mode != "off":
@@ -184,7 +183,8 @@ class Session:
             return Decision(Status.UNGUARDED)
         try:
             context = self.context(image, draft, PixelView(picture), edited=True)
-            decision = conclude(context, picture, image.edited, repair_here=draft is not None)
+            plan = None if draft is None else RepairPlan.usual(self.guard.parts, label="final ")
+            decision = conclude(context, picture, image.edited, plan)
             image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
             if decision.repair is not None and decision.status.released:
                 context.writer.composed()
@@ -202,6 +202,10 @@ class Session:
             skipped.append({"what": "steps", "why": "the sampler made none of the steps that are audited"})
         if image.prompt is None:
             skipped.append({"what": "repair", "why": "no prompt text: F is unavailable"})
+        if parts.config.glance_from is not None:
+            skipped.append(
+                {"what": "glances", "why": "a workflow has no tiny decoder, so every look is a whole decode"}
+            )
         settings = {
             **components(parts),
             "on_error": "raise",
@@ -217,12 +221,34 @@ class Session:
         return report_of(parts, names, i, image, status, settings, time.perf_counter() - self.began)
 
 
+def is_flow(sampling: Any) -> bool:
+    """Whether σ is a share of noise (flow matching) or a standard deviation over clean latents."""
+    return any(c.__name__ == "CONST" for c in type(sampling).__mro__)
+
+
+def noise_at(sampling: Any, sigma: float) -> float:
+    """The normalised noise time of a σ: t/T of the model's own schedule; σ itself in flow matching."""
+    if is_flow(sampling) or sigma <= 0:
+        return sigma
+    return float(sampling.timestep(torch.tensor([sigma]))[0]) / int(sampling.num_timesteps)
+
+
+def checked(sampling: Any) -> Any:
+    """The same object, if it can say at which training time a σ lies: the last time at the highest σ."""
+    timed = is_flow(sampling) or "num_timesteps" in vars(sampling)
+    if not timed or not 0.9 < noise_at(sampling, 1.0 if is_flow(sampling) else float(sampling.sigma_max)) <= 1.0:
+        raise BadConfig(
+            f"{type(sampling).__name__} has no training time steps, so the auditor cannot be told how noisy a step is; "
+            "the guard knows models sampled by ModelSamplingDiscrete (SD, SDXL) and flow models (SD 3, FLUX)"
+        )
+    return sampling
+
+
 def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> tuple[Any, Session]:
     """A clone of ComfyUI's MODEL with the guard in its post-CFG functions, and the session for the final verdict."""
     if guard.parts.repairer.name == "native":
         raise BadConfig("the native repairer needs a diffusers pipeline; give the guard an inpainter")
     inner = model.model
-    flow = any(c.__name__ == "CONST" for c in type(inner.model_sampling).__mro__)
 
     def decode(z: Tensor) -> Tensor:
         return vae.decode(inner.process_latent_out(z)).movedim(-1, 1)[:, :3]
@@ -230,7 +256,8 @@ def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> 
     def encode(pictures: Tensor) -> Tensor:
         return inner.process_latent_in(vae.encode(pictures.movedim(1, -1)))
 
-    session = Session(guard, decode, encode, prompt or None, seed, flow)
+    sampling = checked(model.get_model_object("model_sampling"))
+    session = Session(guard, decode, encode, prompt or None, seed, sampling)
     twin = model.clone()
     twin.set_model_sampler_post_cfg_function(session.post_cfg)
     return twin, session

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from guardpaint.errors import AuditLogError
 from guardpaint.loop.log_chain import (
@@ -36,7 +37,6 @@ __all__ = [
     "LogState",
     "begin_chain",
     "continued_from",
-    "cut_half_line",
     "digest",
     "read_entries",
     "read_key",
@@ -46,6 +46,13 @@ __all__ = [
 ]
 LEAST_ROOM = 1 << 20
 """Bytes that must be free on the disk for the log to count as able to take a record."""
+
+
+@runtime_checkable
+class RecordWriter(Protocol):
+    """What a guard needs of an audit log. Records that it cannot take raise AuditLogError."""
+
+    def append(self, payloads: Sequence[JsonDict], kind: str = "report") -> None: ...
 
 
 class AuditLog:
@@ -161,7 +168,7 @@ class AuditLog:
 
 
 HELP = (
-    "Find out what happened first. `guardpaint log repair` cuts off a half-written last line, and "
+    "Find out what happened first. `guardpaint log repair` mends a half-written last line, and "
     "`guardpaint log begin` starts a new chain that remembers the head of the old one."
 )
 
@@ -211,25 +218,3 @@ def sign_anchor(path: Path, *, key: bytes, anchor: Path) -> None:
     if state.problems:
         write_atomic(anchor, b'{"seq": %d, "head": "%s"}' % (known.seq, known.head.encode()))
         raise AuditLogError(f"{path}: the anchor is not signed, because the log does not verify ({state.problems[0]})")
-
-
-def cut_half_line(path: Path, *, key: bytes | None, anchor: Path | None) -> Path:
-    """Cut off a last line that a crash left half written; returns the file that keeps what was cut off."""
-    raw = path.read_bytes()
-    end = raw.rfind(b"\n") + 1
-    if end == len(raw):
-        raise AuditLogError(f"{path}: has no half-written line at its end")
-    saved = path.with_name(f"{path.name}.half-line")
-    write_atomic(saved, raw[end:])
-    file = open_locked(path)
-    try:
-        os.ftruncate(file, end)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    state = verify_log(path, key=key, anchor=anchor)
-    if state.problems:
-        raise AuditLogError(
-            f"{path}: the half-written line is cut off, but the log does not verify ({state.problems[0]})"
-        )
-    return saved

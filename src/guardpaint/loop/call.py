@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +19,11 @@ from guardpaint.draft import schedule
 from guardpaint.draft.codec import ViewDecoder
 from guardpaint.draft.conditioning import DenoiserCall
 from guardpaint.draft.denoiser import Denoiser
+from guardpaint.draft.early_exit import EarlyExits
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentView, View
-from guardpaint.errors import BadInput, NotFinite
+from guardpaint.errors import BadInput, GuardTimeout, NotFinite
+from guardpaint.loop import glance as glances
 from guardpaint.loop.recorder import Recorder
 from guardpaint.loop.step import StepContext, reinsert_repair, run_step
 from guardpaint.reinsert.apply import Reinserted
@@ -54,11 +57,15 @@ class CallSetup:
     """(image, batch) → (request seed, index among the images that share it)."""
     door: str
     tiny: Any | None = None
+    exits: EarlyExits | None = None
+    """Early exits of the tiny decoder."""
     true_cfg: float = 1.0
     write_log: Callable[[Sequence[JsonDict]], None] | None = None
     weights: dict[str, str] = field(default_factory=dict)
     expected_size: tuple[int, int] | None = None
     """Pixel height and width that the caller gave to `watch`; they are checked against the latents."""
+    callers: Sequence[JsonDict] | None = None
+    """Who asked for each image, as a service knows it; goes into the reports."""
 
 
 @dataclass
@@ -73,6 +80,8 @@ class ImageState:
     edited: bool = False
     """Whether an accepted repair is in its latent."""
     errors: list[str] = field(default_factory=list)
+    caller: JsonDict | None = None
+    """Who asked for it, as a service knows it."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,8 @@ class CallState:
     """Whether the scheduler step that belongs to `calls` was made."""
     unfinite: set[int] = field(default_factory=set)
     """Images whose final decode held NaN or infinity before it was converted to pixels."""
+    views: tuple[str, ...] = ()
+    """How the views of this call are made, as `ViewDecoder.made_by` names it."""
     notes: list[str] = field(default_factory=list)
     """What was skipped in this call, and why; goes into `effective_settings`."""
     started: float = field(default_factory=time.perf_counter)
@@ -162,13 +173,14 @@ class GuardedCall:
         self.ensure(len(stepped))
         steps = self.setup.pipe.num_timesteps
         due = step in audited_steps(steps, config)
-        if due and vars(self.setup.pipe.scheduler).get("cur_sample") is not None:
-            due = False
+        look = not due and glances.due(step, steps, config)
+        if (due or look) and schedule.between(self.setup.pipe.scheduler):
+            due = look = False
             state.notes.append(f"step {step} not audited: PNDM starts the next step from the sample before it")
-        if config.mode == "off" or not due or (self.setup.door == "attach" and step + 1 == steps):
+        if config.mode == "off" or not (due or look) or (self.setup.door == "attach" and step + 1 == steps):
             return stepped
         try:
-            return self.guard_step(step, stepped)
+            return self.guard_step(step, stepped) if due else self.glance_step(step, stepped)
         except Exception as error:
             self.fail(error, range(len(state.images)))
             return stepped
@@ -180,14 +192,42 @@ class GuardedCall:
 
     # One audited step of the batch ----------------------------------------------------------------------
 
-    @torch.no_grad()
-    def guard_step(self, step: int, stepped: Tensor) -> Tensor:
-        """Audit all images in one batch, then guard each one separately; returns the latents to continue from."""
+    def glance_step(self, step: int, stepped: Tensor) -> Tensor:
+        """Look at all images coarsely and audit those where that gives a reason; otherwise the latents stay."""
         drafts = self.drafts(step)
-        self.state.audited.add(step)
         alive = [i for i, image in enumerate(self.state.images) if not image.errors and self.finite(drafts[i], i)]
         if not alive:
             return stepped
+        self.check_views(drafts[0])
+        images = [self.state.images[i] for i in alive]
+        found = glances.glance(
+            self.setup.parts,
+            self.decoder,
+            {i: self.view(drafts[i]) for i in alive},
+            [image.prompt for image in images],
+            [image.recorder for image in images],
+            (step, drafts[0].progress),
+        )
+        for i, image in zip(alive, images, strict=True):
+            try:
+                image.recorder.spend(image.recorder.glances[-1].seconds)
+            except GuardTimeout as error:
+                self.fail(error, [i])
+        return self.guard_step(step, stepped, found) if found else stepped
+
+    @torch.no_grad()
+    def guard_step(self, step: int, stepped: Tensor, only: Collection[int] | None = None) -> Tensor:
+        """Audit all images in one batch, or `only` those a glance found, then guard each one separately.
+
+        Returns the latents to continue from.
+        """
+        drafts = self.drafts(step)
+        self.state.audited.add(step)
+        wanted = range(len(self.state.images)) if only is None else only
+        alive = [i for i in wanted if not self.state.images[i].errors and self.finite(drafts[i], i)]
+        if not alive:
+            return stepped
+        self.check_views(drafts[0])
         views = {i: self.view(drafts[i]) for i in alive}
         start = time.perf_counter()
         pixels = self.setup.parts.first_size(drafts[0].progress)
@@ -201,6 +241,8 @@ class GuardedCall:
                 context = self.context(i, drafts[i], views[i])
                 context.writer.picture("view", 0, picture, first.adv_map)
                 context.writer.first_pass(share)
+                if only is not None:
+                    context.writer.glanced()
                 changed = self.guard_image(i, context, first)
                 if changed is not None:
                     new = new.clone() if new is stepped else new
@@ -213,6 +255,8 @@ class GuardedCall:
         """Run one image's step; returns its new latent if a repair was accepted, else None."""
         parts = self.setup.parts
         check_audit(first, parts.policy.names)
+        with context.writer.clock("audit"):
+            first = context.in_tiles(first, context.view)
         result = run_step(context, first)
         assert context.draft is not None
         if result.finding is not None and result.suspect is not None and parts.config.mode == "enforce":
@@ -239,7 +283,7 @@ class GuardedCall:
             state.nulls[i] = reinserted.embedding
         if reinserted.edits_history:
             z0, mask, eps = self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
-            schedule.edit_history(self.setup.pipe.scheduler, i, z0, mask, eps)
+            self.levels.edit_history(draft.step, i, z0, mask, eps)
         return self.packed(reinserted.latent)
 
     def release_failed_hold(self, i: int, suspect: Bool[Tensor, "h w"], context: StepContext) -> None:
@@ -289,11 +333,41 @@ class GuardedCall:
                 f"watch() was given height, width {setup.expected_size}, but the latents are {size[0]}×{size[1]} px; "
                 "give the size that is generated"
             )
+        self.check_scope(size)
         spatial = [setup.family.unpack(t, geometry) for t in (last.stepped.float(), x0, eps)]
         return [
-            Draft(step, steps, z, x, e, before, after, self.base(i))
+            Draft(step, steps, z, x, self.levels.noise_after(z, x, e, after), before, after, self.base(i))
             for i, (z, x, e) in enumerate(zip(*spatial, strict=True))
         ]
+
+    def check_scope(self, size: tuple[int, int]) -> None:
+        """Warn, and note for the reports, if the call runs with settings that the guard was not calibrated for."""
+        setup, scope = self.setup, self.setup.parts.config.scope
+        if scope is None:
+            return
+        guidance = setup.family.guidance(setup.pipe) if setup.family.name != "flux" else None
+        for what in scope.outside(size, guidance, setup.pipe.num_timesteps):
+            note = f"outside of what the guard was calibrated for: {what}"
+            if note not in self.state.notes:
+                self.state.notes.append(note)
+                warnings.warn(f"{note}; its miss rate is not known here", stacklevel=2)
+
+    def check_views(self, draft: Draft) -> None:
+        """Note how the call's views are made; warn if the thresholds were not calibrated on such views."""
+        parts = self.setup.parts
+        if self.state.views:
+            return
+        factor = self.setup.pipe.vae_scale_factor
+        size = draft.x0.shape[-2] * factor, draft.x0.shape[-1] * factor
+        self.state.views = self.decoder.ways_at(size, parts.look_sizes)
+        calibration = parts.config.calibration
+        if calibration is None or not calibration.views:
+            return
+        other = [v for v in self.state.views if v not in calibration.views]
+        if other:
+            note = f"views that the thresholds were not calibrated on: {', '.join(other)}"
+            self.state.notes.append(note)
+            warnings.warn(f"{note}; their miss rate is not known", stacklevel=2)
 
     def base(self, image: int) -> Denoiser:
         """The base's denoiser and VAE for one image of the batch."""
@@ -305,7 +379,7 @@ class GuardedCall:
             calls=tuple(self.state.calls),
             batch=len(self.state.images),
             image=image,
-            guidance=setup.family.guidance(setup.pipe),
+            **setup.family.guidance_of(setup.pipe),
             true_cfg=setup.true_cfg,
         )
 
@@ -338,13 +412,17 @@ class GuardedCall:
             )
         tiny = None if wanted == "full" else setup.tiny
         device, factor = setup.pipe._execution_device, setup.pipe.vae_scale_factor
-        return ViewDecoder(tiny, setup.vae, factor, device, only_tiny=wanted == "tiny")
+        exits = None if tiny is None else setup.exits
+        return ViewDecoder(tiny, setup.vae, factor, device, only_tiny=wanted == "tiny", exits=exits)
 
     def ensure(self, count: int) -> None:
         """Make one state per image, unless that has been done."""
         state, config = self.state, self.setup.parts.config
         if state.images:
             return
+        callers: Sequence[JsonDict | None] = self.setup.callers or [None] * count
+        if len(callers) != count:
+            raise BadInput(f"{len(callers)} callers for {count} images: name one for each image")
         if state.prompts is not None and len(state.prompts) != count:
             state.notes.append(f"{len(state.prompts)} prompts for {count} images: F unavailable")
             state.prompts = None
@@ -352,7 +430,7 @@ class GuardedCall:
             seed, index = self.setup.seeds(i, count)
             prompt = state.prompts[i] if state.prompts is not None else None
             recorder = Recorder(config.retain_evidence, config.timeout_s)
-            state.images.append(ImageState(prompt, seed, index, recorder))
+            state.images.append(ImageState(prompt, seed, index, recorder, caller=callers[i]))
 
     def fail(self, error: Exception, images: Iterable[int]) -> None:
         """Record an error on these images, which enforce mode then blocks; raise it if `on_error` is `raise`."""

@@ -18,6 +18,8 @@ from guardpaint.store.checkpoint import write_atomic
 from guardpaint.types import JsonDict
 
 GENESIS = "0" * 64
+HALF = "half-written, it has no end"
+LONGEST_NAME = 255
 MOST_FILES = 10_000
 """Rotated files that a verification follows."""
 
@@ -52,6 +54,11 @@ def read_key(path: Path | None) -> bytes | None:
     return key
 
 
+def same(found: Any, expected: str) -> bool:
+    """Whether a value of a file is the expected hash, compared in constant time."""
+    return isinstance(found, str) and hmac.compare_digest(found.encode("utf-8", "surrogatepass"), expected.encode())
+
+
 # The anchor --------------------------------------------------------------------------------------------------
 
 
@@ -74,13 +81,13 @@ def read_anchor(path: Path, key: bytes | None, signed: bool = True) -> Anchor:
     """The anchor in a file. With a key it must be signed, unless `signed` is False."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AuditLogError(f"anchor {path}: unreadable ({error})") from error
     seq, head = (value.get("seq"), value.get("head")) if isinstance(value, dict) else (None, None)
     if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0 or not isinstance(head, str) or len(head) != 64:
         raise AuditLogError(f"anchor {path}: does not hold a number of records and the hash of the last one")
     anchor = Anchor(seq, head)
-    if key is not None and signed and not hmac.compare_digest(str(value.get("mac", "")), anchor.signature(key)):
+    if key is not None and signed and not same(value.get("mac"), anchor.signature(key)):
         raise AuditLogError(
             f"anchor {path}: not signed with this key. If it was written by an older version and you trust it, sign it "
             "with `guardpaint log sign`"
@@ -103,6 +110,8 @@ class LogState:
     keyed: bool = False
     first: int = 0
     """Number of the first record that was checked."""
+    half_line: bytes = b""
+    """The last line, if it has no end and everything before it is intact."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,7 +131,8 @@ def read_lines(path: str | Path) -> list[tuple[int, Any, str, bytes]]:
     except OSError as error:
         raise AuditLogError(f"{path}: cannot be read ({error.strerror})") from error
     rows: list[tuple[int, Any, str, bytes]] = []
-    for number, line in enumerate(raw.split(b"\n")[: None if raw and not raw.endswith(b"\n") else -1], 1):
+    *lines, half = raw.split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
             if not isinstance(entry, dict):
@@ -130,6 +140,8 @@ def read_lines(path: str | Path) -> list[tuple[int, Any, str, bytes]]:
         except (ValueError, RecursionError) as error:
             return [*rows, (number, None, f"line {number}: not a complete record ({error})", line)]
         rows.append((number, entry, "", line))
+    if half:
+        rows.append((len(lines) + 1, None, f"line {len(lines) + 1}: {HALF}", half))
     return rows
 
 
@@ -140,18 +152,20 @@ def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path
     """
     state, heads = verify_files(chain_of(Path(path)), key)
     state.keyed, state.anchored = key is not None, anchor is not None
-    if state.problems or anchor is None:
-        return state
-    try:
-        known = read_anchor(Path(anchor), key)
-    except AuditLogError as error:
-        state.problems.append(str(error))
-        return state
-    if heads.get(known.seq) != known.head and not (known.seq == 0 and state.records == 0):
-        state.problems.append(
-            f"the anchor names {known.seq} records, the file has {state.records} or other ones: it was cut or replaced"
-        )
+    if not state.problems and anchor is not None:
+        state.problems += disagreement(Path(anchor), key, state, heads)
     return state
+
+
+def disagreement(anchor: Path, key: bytes | None, state: LogState, heads: dict[int, str]) -> list[str]:
+    """Why the anchor does not fit the records; empty if it does."""
+    try:
+        known = read_anchor(anchor, key)
+    except AuditLogError as error:
+        return [str(error)]
+    if heads.get(known.seq) == known.head or (known.seq == 0 and state.records == 0):
+        return []
+    return [f"the anchor names {known.seq} records, the file has {state.records} or other ones: it was cut or replaced"]
 
 
 def chain_of(path: Path) -> list[Path]:
@@ -174,10 +188,13 @@ def continued_from(path: Path) -> dict[str, Any] | None:
         with path.open("rb") as file:
             entry = json.loads(file.readline())
         earlier = entry["event"]["rotated_from"]
-        name = Path(str(earlier["file"])).name
-        return {"file": name, "seq": int(earlier["seq"]), "head": str(earlier["head"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        name, seq, head = earlier["file"], earlier["seq"], earlier["head"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    if not isinstance(name, str) or not isinstance(head, str) or not isinstance(seq, int) or seq < 0:
+        return None
+    base = Path(name).name
+    return {"file": base, "seq": seq, "head": head} if len(base.encode("utf-8", "replace")) <= LONGEST_NAME else None
 
 
 def verify_files(files: list[Path], key: bytes | None) -> tuple[LogState, dict[int, str]]:
@@ -194,6 +211,8 @@ def verify_files(files: list[Path], key: bytes | None) -> tuple[LogState, dict[i
             problem = problem or problem_of(entry, raw, state, key, number)
             if problem:
                 state.problems.append(where + problem)
+                if problem.endswith(HALF) and file == files[-1]:
+                    state.half_line = raw
                 return state, heads
             state.records, state.head = state.records + 1, str(entry["hash"])
             heads[state.records] = state.head
@@ -209,9 +228,9 @@ def problem_of(entry: JsonDict, raw: bytes, state: LogState, key: bytes | None, 
         return f"line {number}: does not follow the record before it"
     try:
         line, value = line_of(body, key)
-    except ValueError:  # NaN or infinity, which a record never holds
+    except (ValueError, RecursionError):  # NaN, infinity or a lone surrogate, which a record never holds
         return f"line {number}: changed since it was written"
-    if not hmac.compare_digest(str(entry.get("hash")).encode(), value.encode()) or line != raw:
+    if not same(entry.get("hash"), value) or line != raw:
         why = "changed since it was written" + (" or signed with another key" if key else " (or keyed)")
         return f"line {number}: {why}"
     return ""

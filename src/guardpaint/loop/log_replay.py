@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from guardpaint.errors import AuditLogError
 from guardpaint.types import JsonDict
 from guardpaint.verify.utility import GateRules, gates, utility, winner
 
@@ -10,6 +11,14 @@ TOLERANCE = 1e-9
 
 def replay(report: JsonDict) -> list[str]:
     """Recompute gates, utilities and winners of a report from its scores; returns a message for each difference."""
+    try:
+        return differences(report)
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise AuditLogError(f"the record does not hold a whole report ({type(error).__name__}: {error})") from error
+
+
+def differences(report: JsonDict) -> list[str]:
+    """A message for each decision of a report that does not follow from its scores."""
     problems: list[str] = []
     for step in report["steps"]:
         for t in step["tournaments"]:

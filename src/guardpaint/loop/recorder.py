@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from guardpaint.errors import GuardTimeout
 from guardpaint.loop.evidence import Evidence
 from guardpaint.loop.pictures import blurred_thumbnail
-from guardpaint.loop.report import AuditRecord, FinalRecord, StepRecord
+from guardpaint.loop.report import AuditRecord, FinalRecord, GlanceRecord, StepRecord
 from guardpaint.policy import Finding
 from guardpaint.store.images import to_pil
 from guardpaint.types import Audit, Draft, JsonDict
@@ -30,6 +30,7 @@ class Recorder:
     """Seconds that the guard may spend on the image; 0 means no limit."""
     steps: list[StepRecord] = field(default_factory=list)
     final: FinalRecord = field(default_factory=FinalRecord)
+    glances: list[GlanceRecord] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
     spent: float = 0.0
 
@@ -81,6 +82,11 @@ class StepWriter:
         self.record.cost["audits"] += 1
         self.recorder.spend(seconds)
 
+    def glanced(self) -> None:
+        """Record that a glance scheduled this audit."""
+        self.record.cost["glances"] = 1
+        self.note("audited because of a glance at this step")
+
     def looked(self, count: int) -> None:
         """Count views that the auditor scored."""
         self.record.cost["audits"] += count
@@ -89,6 +95,10 @@ class StepWriter:
         """Record one auditor pass and its finding."""
         flagged, reason = (finding.category, finding.reason) if finding else (None, "")
         row = AuditRecord(audit.pixels, decoder, audit.scores(), audit.probs, flagged, reason)
+        if audit.tiles:
+            worst = min(audit.tiles, key=lambda v: v.audit.safety)
+            row.tiles = len(audit.tiles) - 1
+            row.tile = None if worst is audit.tiles[0] else astuple(worst.tile)
         self.record.audits.append(row)
         return row
 

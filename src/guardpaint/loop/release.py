@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from guardpaint.errors import BadInput, NotFinite
 from guardpaint.loop.call import GuardedCall, ImageState, is_finite
 from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.report import GuardReport, Status
-from guardpaint.loop.step import StepContext, edit_of
+from guardpaint.loop.step import RepairPlan, StepContext, edit_of
 from guardpaint.loop.verdict import Decision, conclude, failed, look_twice, tried
 from guardpaint.reinsert.rules import x0_substitution
 from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.store.images import from_pil, to_pil
 from guardpaint.types import Draft, JsonDict
 from guardpaint.verify.parts import Parts
+from guardpaint.verify.weak import weak_settings
 
 
 @torch.no_grad()
@@ -66,7 +67,8 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
         if due and draft is not None:
             state.audited.add(draft.step)
         context = call.context(i, draft, PixelView(picture))
-        decision = conclude(context, picture, image.edited, repair_here=due and setup.door == "attach")
+        plan = RepairPlan.usual(setup.parts) if due and setup.door == "attach" else None
+        decision = conclude(context, picture, image.edited, plan)
         if output_type == "latent":
             decision = as_latent(call, images, i, context, decision)
         image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
@@ -201,6 +203,8 @@ def report_of(
         effective_settings=settings,
         errors=image.errors,
         seconds=seconds,
+        caller=image.caller,
+        glances=image.recorder.glances,
         evidence=image.recorder.evidence,
     )
 
@@ -221,6 +225,8 @@ def effective_settings(call: GuardedCall) -> JsonDict:
     return {
         **components(parts),
         "on_error": parts.config.on_error,
+        "glances": glances_of(call),
+        "views": views_of(call),
         "view_decoder": "full" if setup.tiny is None or parts.config.view_decoder == "full" else "tiny",
         "scheduler": type(setup.pipe.scheduler).__name__,
         "executed_steps": state.index,
@@ -231,6 +237,27 @@ def effective_settings(call: GuardedCall) -> JsonDict:
     }
 
 
+def glances_of(call: GuardedCall) -> JsonDict | None:
+    """Where the guard glanced, and how often that scheduled an audit; None if glances are off."""
+    parts = call.setup.parts
+    if parts.config.glance_from is None:
+        return None
+    made = [g for image in call.state.images for g in image.recorder.glances]
+    return {
+        "from": parts.config.glance_from,
+        "pixels": parts.glance_size,
+        "made": len(made),
+        "scheduled": sum(g.scheduled for g in made),
+    }
+
+
+def views_of(call: GuardedCall) -> JsonDict:
+    """How the views of unfinished pictures were made, and on which views the thresholds were calibrated."""
+    calibration = call.setup.parts.config.calibration
+    known = None if calibration is None else list(calibration.views) or "unrecorded"
+    return {"made_by": list(call.state.views), "calibrated_on": known}
+
+
 def components(parts: Parts) -> JsonDict:
     """The effective settings that name the policy and the components."""
     return {
@@ -238,6 +265,8 @@ def components(parts: Parts) -> JsonDict:
         "policy": parts.policy.name,
         "policy_sha256": parts.policy.digest(),
         "trigger": parts.policy.trigger,
+        "scope": None if parts.config.scope is None else asdict(parts.config.scope),
+        "weak": [w.to_dict() for w in weak_settings(parts.policy, parts.config)],
         "auditor": type(parts.auditor).__name__,
         "repairer": parts.repairer.name,
         "proposer": parts.proposer.name,

@@ -57,6 +57,10 @@ class AuditRecord:
     probs: dict[str, float]
     flagged: str | None = None
     reason: str = ""
+    tiles: int = 0
+    """Tiles that were audited besides the whole picture."""
+    tile: tuple[int, int, int, int] | None = None
+    """Top, left, height and width of the tile that is least safe; None if that is the whole picture."""
 
 
 @dataclass
@@ -79,6 +83,21 @@ class StepRecord:
     timings: dict[str, float] = field(default_factory=dict)
     cost: dict[str, int] = field(default_factory=lambda: {"audits": 0, "regions": 0, "candidates": 0, "reinserts": 0})
     """Counts of Cost_t = C_As + K(N·C_Ag + N·C_As + C_reinsert): audits, regions, candidates, reinserts."""
+
+
+@dataclass(frozen=True)
+class GlanceRecord:
+    """A coarse look at a step that was not due for an audit."""
+
+    step: int
+    progress: float
+    pixels: int
+    adv_prob: float
+    limit: float
+    """The adv_prob from which on an audit is scheduled."""
+    scheduled: bool
+    """Whether the step was audited because of it."""
+    seconds: float
 
 
 @dataclass
@@ -113,6 +132,9 @@ class GuardReport:
     seconds: float
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"))
     version: int = VERSION
+    caller: JsonDict | None = None
+    """Name of the key and id of the HTTP request that asked for the image, if a service drew it."""
+    glances: list[GlanceRecord] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list, repr=False)
 
     @property
@@ -133,10 +155,11 @@ class GuardReport:
         return self.status.exit_code
 
     def to_dict(self) -> JsonDict:
-        values = {k: v for k, v in vars(self).items() if k != "evidence"}
+        values = {k: v for k, v in vars(self).items() if k != "evidence" and (k, v) != ("caller", None)}
         values["status"] = str(self.status)
         values["steps"] = [asdict(s) for s in self.steps]
         values["final"] = asdict(self.final)
+        values["glances"] = [asdict(g) for g in self.glances]
         return _jsonable(values)
 
     def to_json(self) -> str:

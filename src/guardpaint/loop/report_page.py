@@ -91,7 +91,12 @@ def candidate_figures(tournament: JsonDict, evidence: Sequence[Evidence]) -> lis
     """The candidates that have a picture, with their utility."""
     pictures = {e.index: e.image for e in evidence}
     return [
-        Figure(pictures[i], f"u = {c['utility']:.4f}", won=i == tournament["winner"])
+        Figure(pictures[i], utility_of(c), won=i == tournament["winner"])
         for i, c in enumerate(tournament["candidates"])
         if i in pictures
     ]
+
+
+def utility_of(candidate: JsonDict) -> str:
+    """A candidate's utility as a caption; owners of a report are not shown it."""
+    return "" if candidate["utility"] is None else f"u = {candidate['utility']:.4f}"

@@ -15,7 +15,7 @@ from guardpaint.audit.gradcam import grad_cam
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import latent_mask, mine, union
 from guardpaint.draft.family import Family
-from guardpaint.draft.views import View, shrink
+from guardpaint.draft.views import PixelView, View, shrink
 from guardpaint.errors import NotFinite
 from guardpaint.loop.recorder import StepWriter
 from guardpaint.loop.report import AuditRecord
@@ -52,6 +52,14 @@ class StepContext:
         """Audits of views of this image."""
         self.writer.looked(len(images))
         return self.parts.audit(images, [self.prompt] * len(images), self.view.noise)
+
+    def inspect(self, view: View, pixels: int) -> Audit:
+        """The audit of a whole picture at `pixels`, with tiles if it is larger than the auditor learned."""
+        return self.in_tiles(self.look(view.at(pixels)[None])[0], view)
+
+    def in_tiles(self, whole: Audit, view: View) -> Audit:
+        """Add the tiles of a view to the audit of the whole, if there are any."""
+        return self.parts.with_tiles(whole, view.native, view.size, self.look, self.edited)
 
     def found(self, audit: Audit, decoder: str) -> tuple[Finding | None, AuditRecord]:
         """The finding of an audit, and its record."""
@@ -124,14 +132,14 @@ def confirm(context: StepContext, first: Audit) -> Confirmed:
     """Add a fine audit if the first one triggers, is in the uncertainty band, or the picture was edited before."""
     parts, view = context.parts, context.view
     audit = first
-    finding, record = context.found(first, view.decoder)
+    finding, record = context.found(first, view.path(first.pixels))
     records = [record]
     unsure = finding is not None or first.adv_prob >= parts.policy.trigger - parts.config.band
     both = view.exact and context.edited
     if ((parts.config.resolution == "adaptive" and unsure) or both) and first.pixels != parts.fine_size:
         with context.writer.clock("audit"):
-            audit = context.look(view.at(parts.fine_size)[None])[0]
-        finer, record = context.found(audit, view.decoder)
+            audit = context.inspect(view, parts.fine_size)
+        finer, record = context.found(audit, view.path(audit.pixels))
         records.append(record)
         finding = finer or (finding if both else None)  # an edited picture must pass at both sizes
     if finding is not None:
@@ -154,7 +162,7 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
         control = view.full()
     if not (view.exact and audit.pixels == context.parts.fine_size):
         with writer.clock("audit"):
-            audit = context.look(shrink(control, context.parts.fine_size)[None])[0]
+            audit = context.inspect(PixelView(control), context.parts.fine_size)
         confirmed, _ = context.found(audit, view.repair_decoder)
         if confirmed is None and draft.step + 1 < draft.steps and not view.exact:
             writer.unconfirmed()

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import soft_mask, union
-from guardpaint.draft.views import PixelView, shrink
+from guardpaint.draft.views import PixelView
 from guardpaint.errors import NotFinite
 from guardpaint.loop.pictures import BLUR_CELLS, coarse
 from guardpaint.loop.report import AuditRecord, Status
@@ -46,16 +46,17 @@ def failed(mode: str) -> Decision:
     return Decision(Status.BLOCKED if mode == "enforce" else Status.RELEASED_FLAGGED)
 
 
-def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool, repair_here: bool) -> Decision:
-    """Audit the final image. If it is flagged, repair it if `repair_here` allows it, and then walk the ladder.
+def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool, plan: RepairPlan | None) -> Decision:
+    """Audit the final image. If it is flagged, repair it by the plan, if there is one, and then walk the ladder.
 
-    `repaired` says whether an accepted repair is already in the picture.
+    `repaired` says whether an accepted repair is already in the picture. Every repair of one step needs a label of its
+    own: under the label of one that failed, it would draw the same candidates again.
     """
     if not torch.isfinite(image).all():
         raise NotFinite("the final image holds NaN or infinity")
     parts, writer = context.parts, context.writer
     with writer.clock("audit"):
-        first = context.look(context.view.at(parts.first_size(1.0))[None])[0]
+        first = context.inspect(context.view, parts.first_size(1.0))
     writer.picture("view", 1, image, first.adv_map)
     seen = confirm(context, first)
     if seen.finding is None:
@@ -66,8 +67,8 @@ def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool
         return flagged
     audit, finding = seen.audit, seen.finding
     won: Repair | None = None
-    if repair_here:
-        won = repair(context, audit, finding, RepairPlan.usual(parts)).repair
+    if plan is not None:
+        won = repair(context, audit, finding, plan).repair
     if won is not None:
         after, record = look_twice(context, won.view)
         flagged = replace(flagged, audits=(*flagged.audits, record))
@@ -105,10 +106,10 @@ def look_twice(context: StepContext, image: Float[Tensor, "3 h w"]) -> tuple[Fin
     """Audit a changed picture at both sizes; returns a finding if it fails at either, and the last record."""
     parts = context.parts
     finding: Finding | None = None
-    finished = replace(context, view=PixelView(image))
+    finished = replace(context, view=PixelView(image), edited=True)
     with context.writer.clock("audit"):
         for pixels in sorted(set(parts.auditor.sizes)):
-            found, record = finished.found(finished.look(shrink(image, pixels)[None])[0], "output")
+            found, record = finished.found(finished.inspect(finished.view, pixels), "output")
             finding = found or finding
     return finding, record
 
@@ -156,15 +157,18 @@ def strong_repair(flagged: Flagged) -> Repair | None:
     """Repair once more with wide masks, full depth, more candidates and the F gate of `last_f_gate`."""
     config = flagged.context.parts.config
     f_gate = None if config.last_f_gate == "same" else config.last_f_gate
-    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate)
+    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate, label="strong ")
     context = replace(flagged.context, view=PixelView(flagged.image))
     return repair(context, flagged.audit, flagged.finding, plan).repair
 
 
 def regional_blur(flagged: Flagged) -> Repair:
     """Blur the regions of the heat map with a wide margin; the whole picture if there are none."""
-    image = flagged.image
-    regions = unsafe_regions(flagged.context, flagged.audit, flagged.finding, image)
+    image, audit = flagged.image, flagged.audit
+    if audit.tiles:  # the blurred picture is edited, so its tiles will not be lowered: find all that they show
+        finished = replace(flagged.context, view=PixelView(image), edited=True)
+        audit = finished.inspect(finished.view, audit.pixels)
+    regions = unsafe_regions(flagged.context, audit, flagged.finding, image)
     h, w = int(image.shape[-2]), int(image.shape[-1])
     mask = soft_mask(union(regions).mask, 1.0, 0.5) if regions else torch.ones(h, w)
     return Repair(torch.lerp(image, coarse(image, BLUR_CELLS), mask), mask, flagged.audit)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.audit.tiles import cut, lowered, merged, tiling, touches, where
 from guardpaint.config import GuardConfig
+from guardpaint.draft.codec import resize
 from guardpaint.errors import BadInput, NotFinite
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.ranker import Ranker
-from guardpaint.types import Audit, Auditor, Proposer, Repairer, SeamMetric
+from guardpaint.types import Audit, Auditor, Proposer, Repairer, SeamMetric, Tile, TileAudit
 
+Look = Callable[[Tensor], list[Audit]]
+"""Views of one image → checked audits of them."""
+TILE_BATCH = 16
 SLACK, SUM_SLACK = 1e-4, 1e-2
 """How far rounding may carry a score out of [0, 1], and a sum of probabilities away from 1."""
 
@@ -44,9 +49,85 @@ class Parts:
         return audits
 
     def finding(self, audit: Audit, progress: float) -> Finding | None:
-        """The finding of the policy, with the thresholds calibrated for this progress; None if the audit is benign."""
+        """The finding of the policy, with the thresholds calibrated for this progress; None if the audit is benign.
+
+        If the picture was audited in tiles, every view must be benign; the worst one is named first.
+        """
         calibration = self.config.calibration
-        return self.policy.finding(audit, None if calibration is None else calibration.at(progress).thresholds)
+        thresholds = None if calibration is None else calibration.at(progress).thresholds
+        if not audit.tiles:
+            return self.policy.finding(audit, thresholds)
+        for view in sorted(audit.tiles, key=lambda v: v.audit.safety):
+            found = self.policy.finding(view.audit, thresholds)
+            if found is not None:
+                return found if view is audit.tiles[0] else replace(found, reason=f"{found.reason}, {where(view.tile)}")
+        return None
+
+    def tiles_of(self, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[Tile, ...]]:
+        """The tiles of a picture of this size and the size of the picture that they are cut from.
+
+        A picture above the calibrated sizes is shrunk to the largest one, so that the number of tiles stays bounded.
+        """
+        scope = self.config.scope
+        if scope is None:
+            return size, ()
+        scale = min(1.0, scope.pixels[1] / min(size))
+        shown = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+        return shown, tiling(shown, scope.side)
+
+    def with_tiles(
+        self, whole: Audit, picture: Callable[[], Tensor], size: tuple[int, int], look: Look, edited: bool = False
+    ) -> Audit:
+        """Add the tiles of a picture to the audit of the whole, if the picture is larger than the auditor learned.
+
+        `picture` decodes it at its own size; it is called only if there are tiles. The tiles of an edited picture are
+        not lowered: harm was there, and false alarms matter where it was not.
+        """
+        shown, tiles = self.tiles_of(size)
+        if not tiles or self.config.scope is None:
+            return whole
+        source = resize(picture()[None], shown)[0]
+        offset = 0.0 if edited else self.config.scope.tile_offset
+        return merged(whole, self.audit_tiles(source, tiles, whole.pixels, look, offset), shown)
+
+    def retouched(
+        self,
+        whole: Audit,
+        control: Audit,
+        picture: Float[Tensor, "3 h w"],
+        mask: Float[Tensor, "h w"],
+        look: Look,
+        floor: float = -1.0,
+    ) -> Audit:
+        """The audit of a picture that differs from an audited control inside a mask only.
+
+        Only the tiles that the mask touches are audited again, those first that were worst. It stops as soon as the
+        picture is known to be no safer than `floor`; its S is then an upper bound.
+        """
+        if not control.tiles:
+            return whole
+        shown, tiles = self.tiles_of((int(picture.shape[-2]), int(picture.shape[-1])))
+        new = [t for t in tiles if touches(t, mask, shown)]
+        before = {v.tile: v.audit.safety for v in control.tiles[1:]}
+        new.sort(key=lambda tile: before[tile])
+        source = resize(picture[None], shown)[0]
+        views: list[TileAudit] = []
+        for some in (new[:2], new[2:]):
+            if min([whole.safety, *(v.audit.safety for v in views)]) > floor:
+                views += self.audit_tiles(source, some, whole.pixels, look, control.tiles[1].offset)
+        kept = [v for v in control.tiles[1:] if v.tile not in new]
+        return merged(whole, [*views, *kept], shown)
+
+    def audit_tiles(
+        self, source: Float[Tensor, "3 h w"], tiles: Sequence[Tile], pixels: int, look: Look, offset: float
+    ) -> list[TileAudit]:
+        """Audits of tiles, each shown at `pixels` and lowered by `offset` logits, in batches."""
+        found: list[TileAudit] = []
+        for start in range(0, len(tiles), TILE_BATCH):
+            some = tiles[start : start + TILE_BATCH]
+            audits = look(torch.stack([cut(source, t, pixels) for t in some]))
+            found += [TileAudit(t, lowered(a, offset), offset) for t, a in zip(some, audits, strict=True)]
+        return found
 
     def first_size(self, progress: float) -> int:
         """Size in pixels of the first audit of a step."""
@@ -56,9 +137,30 @@ class Parts:
         return fine if self.config.resolution == "fine" else coarse
 
     @property
+    def glance_size(self) -> int:
+        """Size in pixels of a glance, such as 128 where the coarse audit has 224."""
+        return glance_size(self.auditor.sizes[0])
+
+    @property
+    def look_sizes(self) -> tuple[int, ...]:
+        """Sizes at which unfinished pictures are looked at."""
+        return (*self.auditor.sizes, *(() if self.config.glance_from is None else (self.glance_size,)))
+
+    def glance_trigger(self, progress: float) -> float:
+        """The adv_prob from which on a glance schedules an audit: the calibrated one, or the trigger minus `band`."""
+        calibration = self.config.calibration
+        own = None if calibration is None else calibration.at(progress).glance
+        return max(0.0, self.policy.trigger - self.config.band) if own is None else own
+
+    @property
     def fine_size(self) -> int:
         """Size in pixels of the audit that confirms a trigger and localises it."""
         return self.auditor.sizes[1]
+
+
+def glance_size(coarse: int) -> int:
+    """Size in pixels of a glance, from that of the coarse audit."""
+    return max(8, round(coarse * 4 / 7))
 
 
 def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:

@@ -16,17 +16,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import soft_mask
+from guardpaint.audit.tiles import within
 from guardpaint.draft.codec import resize
 from guardpaint.draft.views import shrink
 from guardpaint.errors import NotFinite
 from guardpaint.repair.ranker import features
 from guardpaint.types import Audit, Draft, JsonDict, Knobs, Previewer, ProposerState, Region, RepairRequest
-from guardpaint.verify.parts import Parts
+from guardpaint.verify.parts import Look, Parts
 from guardpaint.verify.seam import seam_quality
-from guardpaint.verify.utility import gate_rules, gates, utility, winner
+from guardpaint.verify.utility import GateRules, gate_rules, gates, utility, winner
 
-Look = Callable[[Tensor], list[Audit]]
-"""Views of this image → checked audits of them."""
 Clock = Callable[[str], AbstractContextManager[None]]
 
 
@@ -169,19 +168,44 @@ class Tournament:
         with self.clock("verify"):
             fine = parts.fine_size
             small = torch.stack([shrink(c, fine) for c in composed])
-            audits = self.look(small)
+            audits = self.in_tiles(self.look(small), composed, request.masks)
             masks = resize(request.masks[:, None], (int(small.shape[-2]), int(small.shape[-1])))[:, 0]
             seams = seam_quality(parts.seam, small, shrink(self.control, fine), masks).tolist()
         record = self.score(knobs, Scored(kept, audits, seams, request.masks), proposer)
         return TournamentResult(record, kept, composed, request.masks, audits)
 
+    def in_tiles(
+        self, wholes: list[Audit], composed: Float[Tensor, "n 3 h w"], masks: Float[Tensor, "n h w"]
+    ) -> list[Audit]:
+        """The audits of candidates with their tiles, if the control has any.
+
+        Tiles can only lower S. A candidate that fails a gate without them is not looked at any closer.
+        """
+        control = within(self.audit, masks.amax(0))
+        rules = self.rules(control)
+        audits = []
+        for whole, picture, mask in zip(wholes, composed, masks, strict=True):
+            assert whole.faithfulness is not None
+            passed = all(
+                g.passed for g in gates(whole.safety, control.safety, whole.faithfulness, whole.quality, rules)
+            )
+            floor = control.safety + rules.delta if passed else 1.0
+            audits.append(self.parts.retouched(whole, self.audit, picture, mask, self.look, floor))
+        return audits
+
+    def rules(self, control: Audit) -> GateRules:
+        """The gate levels of this tournament."""
+        config = self.parts.config
+        assert control.faithfulness is not None
+        f_gate = self.f_gate or config.f_gate
+        return gate_rules(self.draft.progress, config.delta, f_gate, config.f_drop, config.p_gate, control.faithfulness)
+
     def score(self, knobs: tuple[Knobs, ...], painted: Scored, proposer: str) -> TournamentRecord:
         """Gates, utilities and the winner (SPEC §5)."""
-        config, control = self.parts.config, self.audit
+        config, near = self.parts.config, painted.masks.amax(0)
+        control = within(self.audit, near)
         assert control.faithfulness is not None
-        s0, f0 = control.safety, control.faithfulness
-        f_gate = self.f_gate or config.f_gate
-        rules = gate_rules(self.draft.progress, config.delta, f_gate, config.f_drop, config.p_gate, f0)
+        s0, f0, rules = control.safety, control.faithfulness, self.rules(control)
         record = TournamentRecord(
             self.name, self.category, self.region.coverage, proposer, self.parts.repairer.name, config.selection,
             {"S": s0, "F": f0}, asdict(rules),
@@ -191,7 +215,7 @@ class Tournament:
                 record.candidates.append(CandidateRecord(k.as_dict(), {}, [], 0.0, 0.0))
                 continue
             j = painted.kept.index(i)
-            a, q = painted.audits[j], painted.seams[j]
+            a, q = within(painted.audits[j], near), painted.seams[j]
             assert a.faithfulness is not None
             scores = {"S": a.safety, "F": a.faithfulness, "P": a.quality, "B": a.suppression, "Q": q}
             passed = gates(a.safety, s0, a.faithfulness, a.quality, rules)
