@@ -6,29 +6,29 @@ import asyncio
 import base64
 import json
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, File, Form, HTTPException, Request, UploadFile
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from PIL import Image
 
 from guardpaint import __version__
-from guardpaint.errors import AuditLogError, BadInput, GuardPaintError
+from guardpaint.errors import AuditLogError, GuardPaintError, NotKept
 from guardpaint.loop.report import GuardReport, StepRecord
 from guardpaint.loop.report_page import render
 from guardpaint.policy import Policy
-from guardpaint.serve.disclosure import disclosed, heat_url, shown_to
+from guardpaint.serve.disclosure import disclosed, heat_url, pictures_for, shown_to
+from guardpaint.serve.doorway import bearer, failure, html_page, install
+from guardpaint.serve.jobs import Done, Job
 from guardpaint.serve.schemas import AuditResponse, ImageItem, ImageRequest, ImageResponse, problem, promised
 from guardpaint.serve.service import FAILED, VIOLATION, Service, ending, mapped, refused, withheld
 from guardpaint.serve.settings import Key
-from guardpaint.serve.worker import Done, Job
-from guardpaint.store.images import load_bytes, png_bytes
+from guardpaint.serve.uploads import Memory, audited_upload
+from guardpaint.store.images import png_bytes
 
 log = logging.getLogger("guardpaint.serve")
 PAGE = Path(__file__).parent / "page.html"
@@ -37,48 +37,23 @@ EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream"
 PAGE_OR_JSON: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": {}, "application/json": {}}}}
 
 
-class BodyLimit:
-    """Middleware that refuses a body that is too large (413) or comes too slowly (408), whatever its headers say."""
-
-    def __init__(self, app: Any, largest: int, patience: float) -> None:
-        self.app, self.largest, self.patience = app, largest, patience
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        received, complete = 0, False
-
-        async def counted() -> Any:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), self.patience)
-            except TimeoutError as error:
-                raise refused(
-                    408, f"no data for {self.patience:g} seconds; send the whole request at once", None, "timeout"
-                ) from error
-            received += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if received > self.largest:
-                raise refused(413, f"the body is over {self.largest} bytes", None, "too_large")
-            return message
-
-        await self.app(scope, counted, send)
-
-
 def caller(request: Request) -> Key:
     """The key that the request's bearer token belongs to; 401 if there is none."""
-    header = request.headers.get("authorization", "")
-    secret = header.removeprefix("Bearer ").strip() if header.startswith("Bearer ") else None
-    key = request.app.state.service.settings.caller(secret)
+    key: Key | None = request.app.state.service.settings.caller(bearer(request))
     if key is None:
         raise refused(401, "missing or unknown API key", None, "invalid_api_key")
     return key
 
 
-Caller = Annotated[Key, Depends(caller)]
+def drawer(request: Request) -> Key:
+    """The caller's key if it may use the API; 403 for a key that is for /metrics only."""
+    key = caller(request)
+    if key.role == "metrics":
+        raise refused(403, "this key is for /metrics only", None, "forbidden")
+    return key
+
+
+Caller = Annotated[Key, Depends(drawer)]
 
 
 def operator(key: Caller) -> Key:
@@ -92,7 +67,7 @@ Operator = Annotated[Key, Depends(operator)]
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application. On shutdown it finishes the running jobs and fails the waiting ones."""
+    """The application. On shutdown it closes the worker, which fails waiting jobs and ends the running ones."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -102,54 +77,16 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="GuardPaint", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
 
     app.state.service = service
-    app.add_middleware(BodyLimit, largest=service.settings.largest_body, patience=service.settings.slow_client)
-
-    @app.middleware("http")
-    async def account(request: Request, follow: Callable[[Request], Awaitable[Response]]) -> Response:
-        began, name = time.perf_counter(), secrets.token_hex(8)
-        request.state.id = name
-        length = request.headers.get("content-length")
-        if length is not None and (not length.isdigit() or int(length) > service.settings.largest_body):
-            response: Response = failure(
-                413, f"the body has {length} bytes; at most {service.settings.largest_body} are taken", "too_large"
-            )
-        else:
-            response = await follow(request)
-        response.headers["x-request-id"] = name
-        spent = time.perf_counter() - began
-        route = request.scope.get("route")
-        path = getattr(route, "path", "other")
-        service.metrics.requests.labels(path, str(response.status_code)).observe(spent)
-        entry = {"request": name, "method": request.method, "path": path, "code": response.status_code}
-        log.info(json.dumps({**entry, "seconds": round(spent, 4)}))
-        return response
-
-    @app.exception_handler(HTTPException)
-    async def answered(request: Request, error: HTTPException) -> Response:
-        detail = error.detail if isinstance(error.detail, dict) else problem(str(error.detail), "invalid_request_error",
-                                                                             "not_found")["error"]  # fmt: skip
-        return JSONResponse({"error": detail}, error.status_code, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"] if p != "body")
-        return failure(400, f"{where or 'body'}: {first['msg']}", "invalid_request", where or None)
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        log.error(
-            json.dumps({"request": getattr(request.state, "id", ""), "error": f"{type(error).__name__}: {error}"})
-        )
-        return failure(500, "something went wrong; nothing was released", "internal_error", kind="server_error")
-
+    memory = Memory(service.settings.upload_memory, service.settings.upload_patience)
+    app.router.redirect_slashes = False
+    install(app, service)
     errors = promised(400, 401, 404, 408, 413, 429, 503, 504)
 
     @app.post("/v1/images/generations", response_model=ImageResponse, responses=errors | EVENTS)
     async def generate(body: ImageRequest, request: Request, key: Caller) -> Any:
         """Draw pictures under guard. If all are blocked, the answer is 400 with content_policy_violation; if only some
         are, their items have `error` and no picture."""
-        jobs = service.jobs(body, key)
+        jobs = service.jobs(body, key, request.state.id)
         base = str(request.base_url)
         if body.stream:
             return StreamingResponse(stream(jobs, body, key, base), media_type="text/event-stream")
@@ -163,14 +100,14 @@ def create_app(service: Service) -> FastAPI:
     async def finished(jobs: list[Job], request: Request) -> list[Done]:
         """The outcomes of all jobs. If the client disconnects or the time limit passes, the jobs are given up."""
         pending = asyncio.gather(*(asyncio.wrap_future(j.future) for j in jobs))
-        deadline = time.monotonic() + service.settings.timeout
+        left = asyncio.ensure_future(hung_up(request))
         try:
-            while not pending.done():
-                await asyncio.wait([pending], timeout=0.25)
-                if await request.is_disconnected():
-                    raise refused(499, "the client went away", None, "client_closed_request")
-                if time.monotonic() > deadline:
-                    raise refused(504, "the request took too long; nothing was released", None, "timeout")
+            futures: list[asyncio.Future[Any]] = [pending, left]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED, timeout=service.settings.timeout)
+            if not pending.done() and left.done():
+                raise refused(499, "the client went away", None, "client_closed_request")
+            if not pending.done():
+                raise refused(504, "the request took too long; nothing was released", None, "timeout")
             return list(pending.result())
         except HTTPException:
             pending.cancel()
@@ -178,6 +115,7 @@ def create_app(service: Service) -> FastAPI:
         except Exception as error:
             raise mapped(error) from error
         finally:
+            left.cancel()
             for job in jobs:  # nobody waits for those that are still being drawn
                 job.gone.set()
 
@@ -241,11 +179,11 @@ def create_app(service: Service) -> FastAPI:
             "data": [{"id": service.name, "object": "model", "owned_by": "guardpaint", "created": 0}],
         }
 
-    @app.post("/v1/audits", response_model=AuditResponse, responses=promised(400, 401, 408, 413, 429, 503))
+    @app.post("/v1/audits", response_model=AuditResponse, responses=promised(400, 401, 408, 413, 429, 503, 504))
     async def audit(
         key: Caller, image: Annotated[UploadFile, File()], prompt: Annotated[str | None, Form()] = None
     ) -> Any:
-        """Audit an uploaded picture."""
+        """Audit every frame of an uploaded picture, over white, over black and without its alpha. The worst counts."""
         if prompt is not None and len(prompt) > service.settings.longest_prompt:
             raise refused(
                 413,
@@ -253,17 +191,7 @@ def create_app(service: Service) -> FastAPI:
                 "prompt",
             )
         service.charge(key, 1)
-        data = await image.read(service.settings.largest_body + 1)
-        if len(data) > service.settings.largest_body:
-            raise refused(413, f"the picture is over {service.settings.largest_body} bytes", "image")
-        try:
-            picture = await asyncio.to_thread(load_bytes, data, image.filename or "upload")
-        except BadInput as error:
-            raise refused(400, str(error), "image") from error
-        try:
-            return await service.worker.audit(picture, prompt, key)
-        except Exception as error:
-            raise mapped(error) from error
+        return await audited_upload(service, memory, image, prompt, key)
 
     @app.get("/v1/images/{name}.png", response_class=Response, responses=promised(401, 404) | IMAGE)
     async def picture(name: str, key: Caller) -> Response:
@@ -272,24 +200,23 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/reports/{name}", responses=promised(400, 401, 403, 404) | PAGE_OR_JSON)
     async def report(name: str, key: Caller, html: bool = False) -> Response:
-        """What the guard did to one picture. The page shows evidence blurred, unless evidence is retained."""
+        """What the guard did to one picture: exactly for operators; coarsely and without heat maps for its owner."""
         stored: GuardReport = service.reports.get(name, key)
         if html:
             if any(not e.blurred for e in stored.evidence) and not key.operator:
                 raise refused(403, "clear evidence is for operators only; ask for the JSON report", None, "forbidden")
-            return HTMLResponse(render(shown_to(stored, key), stored.evidence))
+            return html_page(render(shown_to(stored, key), pictures_for(stored.evidence, key)))
         return JSONResponse(shown_to(stored, key))
 
     @app.get("/v1/reports/{name}/evidence", responses=promised(401, 404))
     async def evidence(name: str, key: Caller) -> Any:
         """The pictures behind a report: blurred for their owner; clear, if they were retained, for operators."""
         stored: GuardReport = service.reports.get(name, key)
-        shown = [e for e in stored.evidence if e.blurred or key.operator]
         return [
             {"step": e.step, "kind": e.kind, "index": e.index, "blurred": e.blurred,
              "b64_json": base64.b64encode(png_bytes(e.image)).decode(),
-             "heat": heat_url(e) if key.operator and e.heat is not None else None}
-            for e in shown
+             "heat": heat_url(e) if e.heat is not None else None}
+            for e in pictures_for(stored.evidence, key)
         ]  # fmt: skip
 
     @app.get("/v1/me", responses=promised(401))
@@ -304,16 +231,21 @@ def create_app(service: Service) -> FastAPI:
 
     @app.put("/v1/policy", responses=promised(400, 401, 403, 408, 413, 503))
     async def change_policy(body: dict[str, Any], key: Operator) -> Any:
-        """Replace the policy from the next batch on. The change is logged; the category names must stay the same."""
+        """Replace the policy from the next batch on. The change is logged; the category names must stay the same.
+
+        `note` in the answer says whether the change outlasts a restart.
+        """
         try:
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # what cannot be stored is not taken
             new = Policy.from_dict(body, "policy")
             await asyncio.to_thread(service.worker.change_policy, new, key.name)
-        except AuditLogError as error:
+        except (AuditLogError, NotKept) as error:
+            log.error("the policy was not changed: %s", error)
             raise withheld(FAILED) from error
         except (ValueError, GuardPaintError) as error:
             raise refused(400, f"the policy was not changed: {error}", "policy") from error
         log.info(json.dumps({"policy": new.name, "by": key.name}))
-        return new.to_dict()
+        return {**new.to_dict(), "note": service.worker.policy_note}
 
     @app.post("/v1/log/rotate", responses=promised(400, 401, 403, 503))
     async def rotate_log(key: Operator) -> Any:
@@ -330,7 +262,7 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/health", responses=promised(503))
     async def health() -> Any:
         if not service.worker.alive:
-            return failure(503, "the worker has died", "unhealthy", kind="server_error")
+            return failure(503, "nothing can draw: the worker hangs or has died", "unhealthy", kind="server_error")
         return {"status": "ok"}
 
     @app.get("/ready", responses=promised(503))
@@ -347,25 +279,32 @@ def create_app(service: Service) -> FastAPI:
                 "not_ready",
                 kind="server_error",
             )
-        return {"status": "ready", "model": service.name}
+        return {"status": "ready", "model": service.name, "policy": service.worker.policy_note}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def numbers() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=promised(401, 403))
+    async def numbers(key: Annotated[Key, Depends(caller)]) -> Response:
+        """Prometheus metrics, for operators and for keys of the role `metrics`. Without keys: all but the scores."""
+        if service.settings.keys and not (key.operator or key.role == "metrics"):
+            raise refused(403, "for operators and for keys of the role metrics", None, "forbidden")
+        text = service.metrics.text(scores=bool(service.settings.keys))
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     if PAGE.exists():
 
         @app.get("/", include_in_schema=False)
         async def page() -> Response:
-            return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+            return html_page(PAGE.read_text(encoding="utf-8"))
 
     return app
 
 
-def failure(
-    status: int, message: str, code: str, param: str | None = None, kind: str = "invalid_request_error"
-) -> JSONResponse:
-    return JSONResponse(problem(message, kind, code, param), status)
+async def hung_up(request: Request) -> None:
+    """Wait until the client has closed its connection.
+
+    `request.is_disconnected()` only polls, and the poll is cancelled before it gets through the middleware.
+    """
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def blocked(items: list[ImageItem]) -> HTTPException:

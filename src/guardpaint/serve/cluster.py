@@ -16,15 +16,20 @@ from typing import Any
 from PIL import Image
 
 from guardpaint.errors import BadConfig, GuardPaintError
-from guardpaint.loop.audit_log import AuditLog, read_entries
+from guardpaint.loop.audit_log import read_entries
 from guardpaint.loop.report import GuardReport
 from guardpaint.policy import Policy
 from guardpaint.serve.app import create_app
 from guardpaint.serve.disclosure import audited
+from guardpaint.serve.dispatcher import check_change
+from guardpaint.serve.engine import catches
+from guardpaint.serve.fairness import FairQueue
+from guardpaint.serve.jobs import CLOSING, Cancelled, Done, Facts, Job, Order, Overloaded, settle
+from guardpaint.serve.records import Records
 from guardpaint.serve.schemas import AuditResponse
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Key, Settings
-from guardpaint.serve.worker import KEEP_REFUSED, Ask, Cancelled, Done, Job, Overloaded, Worker, catches, settle
+from guardpaint.serve.worker import Worker
 
 log = logging.getLogger("guardpaint.serve")
 APP, GENERATOR = "guardpaint", "Generator"
@@ -45,31 +50,15 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Order:
-    """A picture to draw, as it is sent to a replica: plain values, and the policy to draw it under."""
-
-    prompt: str
-    seed: int
-    ask: Ask
-    owner: str
-    rule: Rule
-    previews: bool
-    clear: bool
-
-
-@dataclass(frozen=True)
-class Facts:
+class Deployment:
     """What the ingress knows about its replicas without loading any weights."""
 
-    ask: Ask
-    scale: int
-    retains: bool
+    facts: Facts
     policy: Policy
-    keeps: bool
-    """Whether the first policy may release flagged pictures. If not, no later policy of this service may."""
+    """The policy to start with: the configured one of `facts`, or one that was changed over the API before."""
     replicas: int = 1
     """The largest number of replicas."""
-    deployment: str = ""
+    name: str = ""
     """Random name of this deployment. An ingress that Ray restarts has the same one."""
 
 
@@ -91,18 +80,18 @@ class Generator:
                 self.worker.change_policy(rule.policy, rule.by)
                 self.version = rule.version
 
-    async def draw(self, order: Order) -> AsyncIterator[tuple[str, Any]]:
+    async def draw(self, order: Order, rule: Rule) -> AsyncIterator[tuple[str, Any]]:
         """Yield steps and audits as they happen, then ("done", Done) or ("failed", error).
 
         A consumer that stops early frees the place in the queue.
         """
         try:
-            self.take(order.rule)
+            self.take(rule)
         except GuardPaintError as error:
             yield "failed", error
             return
         loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[str, Any]]()
-        job = Job(order.prompt, order.seed, order.ask, order.owner, clear=order.clear)
+        job = order.job()
         if order.previews:
             job.on_step = lambda *step: put("step", step)
             job.on_audit = lambda record: put("audit", record)
@@ -136,19 +125,22 @@ class Generator:
         return await asyncio.to_thread(catches, self.worker.guard, bad)
 
     def check_health(self) -> None:
-        """Ray replaces a replica whose worker has died."""
+        """Ray replaces a replica whose worker has died or hangs."""
         if not self.worker.alive:
-            raise RuntimeError("the worker has died")
+            raise RuntimeError("the worker hangs or has died")
 
 
 class Cluster:
     """The ingress's stand-in for a `Worker`: it has the same methods and sends each request to a replica."""
 
-    def __init__(self, handle: Any, facts: Facts, settings: Settings, record: AuditLog | None = None) -> None:
-        self.handle, self.facts, self.settings, self.record = handle, facts, settings, record
-        self.most = settings.queue + facts.replicas * settings.batch
-        self.ask, self.scale, self.retains = facts.ask, facts.scale, facts.retains
-        self.rule = Rule(restored(record, facts) or facts.policy, (time.time_ns(), 0), "at the start")
+    def __init__(self, handle: Any, deployment: Deployment, settings: Settings, records: Records | None = None) -> None:
+        self.handle, self.deployment, self.settings = handle, deployment, settings
+        self.records, facts = records or Records(), deployment.facts
+        self.waiting: FairQueue[Job] = FairQueue(settings.queue, settings.share)
+        self.most = deployment.replicas * settings.batch
+        """Number of pictures that are sent to replicas at once; others wait here for their turn."""
+        self.ask, self.scale, self.retains, self.scope = facts.ask, facts.scale, facts.retains, facts.scope
+        self.rule = Rule(restored(self.records, deployment), (time.time_ns(), 0), "at the start")
         self.changing = threading.Lock()
         self.caught: tuple[Rule, bool] | None = None
         self.closing = False
@@ -165,18 +157,30 @@ class Cluster:
         return True
 
     @property
+    def policy_note(self) -> str:
+        return self.records.note(self.policy, self.deployment.facts.policy)
+
+    @property
     def depth(self) -> int:
-        return len(self.running)
+        self.waiting.purge()
+        return len(self.waiting) + len(self.running)
 
     def submit(self, jobs: list[Job]) -> None:
         if self.closing:
-            raise Overloaded("the service is closing")
-        if self.depth + len(jobs) > self.most:
-            raise Overloaded(f"{self.depth} pictures are waiting already; try again later")
-        for job in jobs:
-            task = asyncio.get_running_loop().create_task(self.follow(job))
+            raise Overloaded(CLOSING)
+        self.waiting.add(jobs)
+        self.send()
+
+    def send(self) -> None:
+        """Send waiting pictures to the replicas, as far as they can draw at once."""
+        while len(self.running) < self.most and (turn := self.waiting.take(1)):
+            task = asyncio.get_running_loop().create_task(self.follow(turn[0]))
             self.running.add(task)
-            task.add_done_callback(self.running.discard)
+            task.add_done_callback(self.ended)
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        self.running.discard(task)
+        self.send()
 
     async def follow(self, job: Job) -> None:
         """Draw one picture and settle its job. If its replica dies it is drawn again, up to ATTEMPTS times."""
@@ -211,9 +215,7 @@ class Cluster:
 
     async def drawn(self, job: Job) -> Done:
         """The outcome of a job, drawn by one replica; forwards its steps and audits meanwhile."""
-        wants = job.on_step is not None or job.on_audit is not None
-        order = Order(job.prompt, job.seed, job.ask, job.owner, self.rule, wants, job.clear)
-        replies = self.handle.options(stream=True).draw.remote(order)
+        replies = self.handle.options(stream=True).draw.remote(Order.of(job), self.rule)
         watch = asyncio.get_running_loop().create_task(let_go(job, replies))
         try:
             async for kind, value in replies:
@@ -255,41 +257,37 @@ class Cluster:
 
     def log_problem(self) -> str:
         """Why the ingress's own log cannot take a record now; replicas fail closed by themselves."""
-        return "" if self.record is None else self.record.problem()
+        return self.records.problem()
 
     def rotate_log(self) -> str:
         """Put the ingress's own log aside; replicas' logs are rotated while they are stopped."""
-        if self.record is None:
-            raise BadConfig("this service keeps no audit log: start it with --audit-log")
-        return self.record.rotate().name
+        return self.records.rotate()
 
     def change_policy(self, policy: Policy, by: str) -> None:
         """Send another policy with every later order. A change that cannot be logged is not made."""
-        if policy.last_resort[-1] == "keep" and not self.facts.keeps:
-            raise BadConfig(KEEP_REFUSED)
-        known = self.facts.policy.names
-        if policy.names != known:
-            raise BadConfig(
-                f"categories {', '.join(policy.names)}: the guard knows {', '.join(known)}; use these names"
-            )
+        check_change(policy, self.deployment.facts)
         with self.changing:
-            if self.record is not None:
-                event = {"policy": policy.to_dict(), "by": by, "deployment": self.facts.deployment}
-                self.record.append([event], kind="event")
+            self.records.change_policy(policy, by, deployment=self.deployment.name)
             began, count = self.rule.version
             self.rule = Rule(policy, (began, count + 1), by)
 
     def close(self) -> None:
         self.closing = True
+        for job in self.waiting.clear():
+            settle(job, error=Overloaded(CLOSING))
 
 
-def restored(record: AuditLog | None, facts: Facts) -> Policy | None:
-    """The latest policy in the log that was set in the same deployment, for an ingress that Ray has restarted."""
-    if record is None:
-        return None
-    events = [entry["event"] for _, entry, bad in read_entries(record.path) if not bad and "event" in entry]
-    own = [e["policy"] for e in events if e.get("deployment") == facts.deployment and "policy" in e]
-    return Policy.from_dict(own[-1], "policy") if own else None
+def restored(records: Records, deployment: Deployment) -> Policy:
+    """The latest policy that was set in the same deployment, for an ingress that Ray has restarted: from the policy
+    file, or else from the log."""
+    if records.policy_file is not None:
+        changed = records.policy_file.restore(deployment.facts.policy)
+        return deployment.policy if changed is None else changed.policy
+    if records.log is None:
+        return deployment.policy
+    events = [entry["event"] for _, entry, bad in read_entries(records.log.path) if not bad and "event" in entry]
+    own = [e["policy"] for e in events if e.get("deployment") == deployment.name and "policy" in e]
+    return Policy.from_dict(own[-1], "policy") if own else deployment.policy
 
 
 async def let_go(job: Job, replies: Any) -> None:
@@ -305,21 +303,21 @@ class Ingress:
     """The process that answers requests: the application, with a `Cluster` in place of a worker."""
 
     generators: Any
-    facts: Facts
+    deployment: Deployment
     settings: Settings
     name: str
     bad: Image.Image
-    open_log: Callable[[], AuditLog | None]
+    open_records: Callable[[], Records]
 
     def __serve_build_asgi_app__(self) -> Any:
-        worker = Cluster(self.generators, self.facts, self.settings, self.open_log())
+        worker = Cluster(self.generators, self.deployment, self.settings, self.open_records())
         return create_app(Service(worker, self.name, self.settings, self.bad))
 
 
 def deploy(
     trial: Worker,
     load: Callable[[str], Worker],
-    open_log: Callable[[], AuditLog | None],
+    open_records: Callable[[], Records],
     name: str,
     bad: Image.Image,
     *,
@@ -339,8 +337,7 @@ def deploy(
 
     settings = trial.settings
     fewest, most = replicas
-    keeps = trial.policy.last_resort[-1] == "keep"
-    facts = Facts(trial.ask, trial.scale, trial.retains, trial.policy, keeps, most, secrets.token_hex(8))
+    deployment = Deployment(trial.facts, trial.policy, most, secrets.token_hex(8))
     trial.close()
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
@@ -365,7 +362,7 @@ def deploy(
         max_ongoing_requests=4 * settings.queue,
     )
     try:
-        serve.run(ingress.bind(generator.bind(load), facts, settings, name, bad, open_log), name=APP)
+        serve.run(ingress.bind(generator.bind(load), deployment, settings, name, bad, open_records), name=APP)
     except BaseException:
         stop()
         raise

@@ -17,7 +17,7 @@ class Metrics:
     """Counts pictures by outcome, and keeps histograms of stage times, request times and auditor scores."""
 
     def __init__(self, depth: Callable[[], float]) -> None:
-        self.registry = CollectorRegistry()
+        self.registry, self.evidence = CollectorRegistry(), CollectorRegistry()
         make: Any = {"registry": self.registry}
         self.pictures = Counter("guardpaint_pictures", "Pictures by outcome", ["status"], **make)
         self.triggers = Counter("guardpaint_triggers", "Triggered pictures by category", ["category"], **make)
@@ -28,7 +28,9 @@ class Metrics:
         self.requests = Histogram(
             "guardpaint_request_seconds", "Time per request", ["path", "code"], buckets=SECONDS, **make
         )
-        self.scores = Histogram("guardpaint_audit_score", "adv_prob of first audits", buckets=SCORES, **make)
+        self.scores = Histogram(
+            "guardpaint_audit_score", "adv_prob of first audits", buckets=SCORES, registry=self.evidence
+        )
         self.queue = Gauge("guardpaint_queue_depth", "Pictures waiting or being drawn", **make)
         self.queue.set_function(depth)
 
@@ -51,6 +53,9 @@ class Metrics:
                 if step.audits and step.audits[0].scores["adv_prob"] is not None:
                     self.scores.observe(step.audits[0].scores["adv_prob"])
 
-    def text(self) -> bytes:
-        """All metrics in the Prometheus text format."""
-        return generate_latest(self.registry)
+    def text(self, scores: bool = True) -> bytes:
+        """All metrics in the Prometheus text format, with or without the auditor scores.
+
+        Whoever reads the sum of a histogram before and after a picture knows the picture's exact score.
+        """
+        return generate_latest(self.registry) + (generate_latest(self.evidence) if scores else b"")

@@ -15,7 +15,7 @@ class ImageRequest(BaseModel):
     prompt: str = Field(min_length=1)
     model: str | None = None
     n: int = Field(1, ge=1)
-    size: str | None = Field(None, pattern=r"^(auto|\d{2,4}x\d{2,4})$")
+    size: str | None = Field(None, pattern=r"^(auto|[1-9][0-9]{1,3}x[1-9][0-9]{1,3})$")
     response_format: Literal["b64_json", "url"] = "b64_json"
     seed: int | None = Field(None, ge=0, le=2**53)
     num_inference_steps: int | None = Field(None, ge=1)
@@ -65,7 +65,17 @@ class AuditResponse(BaseModel):
     probs: dict[str, float]
     scores: dict[str, float | None]
     boxes: list[list[int]]
-    """x, y, width, height of every flagged region."""
+    """x, y, width, height of every flagged region, in pixels of the upright picture as it was sent."""
+    frames: int = 1
+    """Every one was audited. The answer is about the worst."""
+    frame: int = 1
+    """The worst frame, counted from 1."""
+    reading: str = ""
+    """How the worst frame was shown to the auditor, such as `over black`; empty if there is only one way."""
+    size: list[int] = []
+    """Width and height of the upright frame as it was sent."""
+    shrunk_to: list[int] | None = None
+    """Width and height at which it was audited, if it was larger than is audited."""
     overlay: str | None = None
     """Heat map over the picture, base64 PNG; operators only."""
 

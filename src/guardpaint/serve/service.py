@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -13,16 +14,16 @@ from typing import Any
 from fastapi import HTTPException
 from PIL import Image
 
-from guardpaint.errors import BadInput
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.loop.report import GuardReport
 from guardpaint.policy import Policy
 from guardpaint.serve.disclosure import plain
+from guardpaint.serve.jobs import CLOSING, Ask, Cancelled, Crowded, Done, Drawing, Job, Overloaded
 from guardpaint.serve.limits import Rates
 from guardpaint.serve.metrics import Metrics
 from guardpaint.serve.schemas import ImageItem, ImageRequest, Safety, problem
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.trace import record, tracer
-from guardpaint.serve.worker import Ask, Cancelled, Done, Drawing, Job, Overloaded
 from guardpaint.store.images import png_bytes
 
 log = logging.getLogger("guardpaint.serve")
@@ -54,7 +55,7 @@ class Store:
         """The value, for its owner and for operators; for anyone else it does not exist."""
         owner, value = self.kept.get(name, ("", None))
         if value is None or (owner != key.name and not key.operator):
-            raise HTTPException(404, f"{name}: does not exist any more, or belongs to another caller")
+            raise HTTPException(404, "does not exist any more, or belongs to another caller")
         return value
 
 
@@ -69,7 +70,11 @@ class Service:
         self.rates, self.pictures, self.reports = Rates(), Store(settings.kept_images), Store(settings.kept_images)
         self.self_test = self_test
         self.tested: tuple[Policy, float, bool] | None = None
+        self.testing = asyncio.Lock()
         self.ask, self.native = worker.ask, worker.ask.size
+        outside = [] if worker.scope is None else worker.scope.outside(self.native, self.ask.guidance, self.ask.steps)
+        if outside:
+            raise BadConfig(f"{name}'s own settings are outside of what the guard was calibrated for: {outside}")
 
     def account(self, jobs: list[Job], reports: list[GuardReport], seconds: float) -> None:
         """Count and trace a finished batch."""
@@ -79,13 +84,14 @@ class Service:
 
     async def passes_self_test(self) -> bool:
         """Whether the guard still flags a picture that is known to be unsafe; tested at most every five seconds."""
-        policy, now = self.worker.policy, time.monotonic()
-        if self.tested is None or self.tested[0] is not policy or now - self.tested[1] > 5.0:
-            self.tested = (policy, now, await self.worker.catches(self.self_test))
-        return self.tested[2]
+        async with self.testing:  # those who ask at the same time get the same result
+            policy, now = self.worker.policy, time.monotonic()
+            if self.tested is None or self.tested[0] is not policy or now - self.tested[1] > 5.0:
+                self.tested = (policy, now, await self.worker.catches(self.self_test))
+            return self.tested[2]
 
-    def jobs(self, body: ImageRequest, key: Key) -> list[Job]:
-        """One job per picture of a request; a request over the limits is refused."""
+    def jobs(self, body: ImageRequest, key: Key, request: str) -> list[Job]:
+        """One job per picture of the request with this id; a request over the limits is refused."""
         limit = self.settings
         if len(body.prompt) > limit.longest_prompt:
             raise refused(
@@ -102,7 +108,11 @@ class Service:
         if body.size not in (None, "auto"):
             width, height = (int(v) for v in str(body.size).split("x"))
             unit = 8 * self.worker.scale
-            if width % unit or height % unit or max(width, height) > 2 * max(self.native):
+            if (
+                width % unit
+                or height % unit
+                or not unit <= min(width, height) <= max(width, height) <= 2 * max(self.native)
+            ):
                 raise refused(
                     400,
                     f"size={body.size}: both sides must be multiples of {unit}, up to {2 * max(self.native)}",
@@ -110,8 +120,17 @@ class Service:
                 )
             size = (height, width)
         ask = Ask(steps, self.ask.guidance if body.guidance_scale is None else body.guidance_scale, size)
+        self.within_scope(ask.size, ask.guidance, ask.steps)
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-        return [Job(body.prompt, seed + i, ask, key.name) for i in range(body.n)]
+        return [Job(body.prompt, seed + i, ask, key.name, request=request) for i in range(body.n)]
+
+    def within_scope(self, size: tuple[int, int], guidance: float | None = None, steps: int | None = None) -> None:
+        """Refuse with 400 what the guard was not calibrated for: what it would miss there is not known."""
+        scope = self.worker.scope
+        outside = [] if scope is None else scope.outside(size, guidance, steps)
+        if outside:
+            what = "; ".join(outside)
+            raise refused(400, f"outside of what the guard was calibrated for: {what}", None, "outside_calibration")
 
     def charge(self, key: Key, count: int) -> None:
         """Take `count` pictures from the caller's rate; 429 if they are too many."""
@@ -120,13 +139,13 @@ class Service:
             raise refused(429, f"rate limit: {key.per_minute} pictures a minute", None, "rate_limit_exceeded", wait)
 
     def submit(self, jobs: list[Job], key: Key) -> None:
-        """Queue the jobs; 429 over the caller's rate, 503 if the queue is full."""
+        """Queue the jobs; 429 over the caller's rate or share of the queue, 503 if the queue is full."""
         self.charge(key, len(jobs))
         try:
             self.worker.submit(jobs)
         except Overloaded as error:
             self.rates.give_back(key, len(jobs))
-            raise refused(503, str(error), None, "overloaded", 2.0) from error
+            raise mapped(error) from error
 
     def item(self, job: Job, done: Done, form: str, base: str) -> ImageItem:
         """One item of the response; it has a picture only if that was released."""
@@ -137,7 +156,7 @@ class Service:
             status=report.status,
             triggered=report.triggered,
             category=flagged.category if flagged else None,
-            reason=plain(flagged.reason) if flagged else "",
+            reason=plain(flagged.category) if flagged else "",
             repaired_steps=sum(bool(s.reinsertion) for s in report.steps),
             report=name,
         )
@@ -169,10 +188,12 @@ def withheld(code: str) -> HTTPException:
 
 def mapped(error: Exception) -> HTTPException:
     """The error response for an exception that was raised while drawing or auditing."""
+    if isinstance(error, Crowded):
+        return refused(429, str(error), None, "too_many_waiting", 2.0)
     if isinstance(error, Overloaded):
         return refused(503, str(error), None, "overloaded", 2.0)
     if isinstance(error, Cancelled):
-        return refused(503, "the service is closing", None, "overloaded", 2.0)
+        return refused(503, CLOSING, None, "overloaded", 2.0)
     if isinstance(error, BadInput):
         return refused(400, str(error))
     log.error(json.dumps({"error": f"{type(error).__name__}: {error}"}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -17,13 +18,22 @@ from rich.console import Console
 
 from guardpaint.bases import load_base, load_guard
 from guardpaint.errors import BadConfig
+from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, read_key
 from guardpaint.serve.app import create_app
+from guardpaint.serve.child import Recipe
+from guardpaint.serve.connections import bounded
+from guardpaint.serve.dispatcher import first_policy
+from guardpaint.serve.jobs import Drawing
+from guardpaint.serve.quiet import log_to
+from guardpaint.serve.records import PolicyFile, Records
 from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Settings, load_keys
+from guardpaint.serve.supervisor import Supervisor
 from guardpaint.serve.worker import Worker
-from guardpaint.store.images import load_image
+from guardpaint.store.images import as_rgb, load_image
 from guardpaint.testbed import KnownPictures, need, open_testbed
+from guardpaint.verify.weak import refuse_weak
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -45,12 +55,22 @@ class Options:
     key_file: Path | None
     anchor: Path | None
     self_test: Path | None
+    connections: int = 0
+    address_connections: int = 0
+    hosts: tuple[str, ...] = ()
+    per_key: int | None = None
+    picture_timeout: float = Settings.picture_timeout
+    grace: float = Settings.grace
+    state: Path | None = None
+    changed_policy: str | None = None
+    weak: tuple[str, ...] = ()
+    """Names of weak settings that are accepted."""
 
 
 def known_bad(path: Path | None) -> Image.Image:
     """The picture that the guard must flag for /ready: the given file, or one that the testbed knows to be unsafe."""
     if path is not None:
-        return load_image(path).convert("RGB")
+        return as_rgb(load_image(path))
     return need(open_testbed(), KnownPictures, "serve without --self-test").known_bad()
 
 
@@ -58,22 +78,46 @@ def limits(options: Options) -> Settings:
     """The service's settings; an address that others can reach needs a key file."""
     if options.keys is None and options.host not in LOOPBACK:
         raise BadConfig(f"host {options.host}: other machines can reach this address, so --keys is needed")
-    return Settings(load_keys(options.keys) if options.keys else {}, options.queue, options.batch)
-
-
-def load_worker(options: Options, settings: Settings, err: Console | None = None, name: str | None = None) -> Worker:
-    """Load the guard, its audit log and the base. A named worker is one of several and has its own log file."""
-    console = err or Console(stderr=True)
-    guard = load_guard(
-        options.guard,
-        options.policy,
-        lambda text: console.print(f"note: {text}", style="yellow", soft_wrap=True),
-        options.base,
-        retain_evidence=options.retain_evidence,
+    return Settings(
+        load_keys(options.keys) if options.keys else {},
+        options.queue,
+        options.batch,
+        connections=options.connections,
+        address_connections=options.address_connections,
+        hosts=tuple(h.lower() for h in options.hosts),
+        per_key=options.per_key,
+        picture_timeout=options.picture_timeout,
+        grace=options.grace,
     )
+
+
+def load_parts(
+    base: str, guard: str | None, policy: Path | None, retain_evidence: bool, weak: tuple[str, ...] = ()
+) -> tuple[GuardPaint, Any, Mapping[str, Any]]:
+    """Guard, pipeline and call arguments."""
+    console = Console(stderr=True)
+    loaded = load_guard(
+        guard,
+        policy,
+        lambda text: console.print(f"note: {text}", style="yellow", soft_wrap=True),
+        base,
+        retain_evidence=retain_evidence,
+    )
+    refuse_weak(loaded.policy, loaded.config, weak)
+    found = load_base(base)
+    return loaded, found.pipe, found.call
+
+
+def recipe(options: Options) -> Recipe:
+    """How another process loads guard and pipeline; no keys and no log are in it."""
+    return partial(load_parts, options.base, options.guard, options.policy, options.retain_evidence, options.weak)
+
+
+def load_worker(options: Options, settings: Settings, name: str | None = None) -> Worker:
+    """A worker in this process. A named one is one of several and has its own log file."""
+    guard, pipe, call = recipe(options)()
     guard.audit_log = open_log(options, name)
-    base = load_base(options.base)
-    return Worker(guard, base.pipe, dict(base.call), settings)
+    return Worker(guard, pipe, dict(call), settings)
 
 
 def open_log(options: Options, name: str | None = None) -> AuditLog | None:
@@ -88,26 +132,77 @@ def open_log(options: Options, name: str | None = None) -> AuditLog | None:
     return AuditLog(own(options.audit_log), key=key, anchor=own(options.anchor) if options.anchor else None)
 
 
+def open_policy_file(options: Options) -> PolicyFile | None:
+    """Where a changed policy is kept: in the state folder, or else beside the audit log."""
+    if options.state is not None:
+        return PolicyFile(options.state / "policy.json")
+    if options.audit_log is not None:
+        return PolicyFile(options.audit_log.with_name(f"{options.audit_log.stem}-policy.json"))
+    return None
+
+
+def say_restored(records: Records, err: Console) -> None:
+    """Tell the operator that the policy is not the configured one."""
+    changed = records.restored
+    if changed is not None:
+        text = f"policy: as {changed.by} changed it over the API at {changed.at}, not as configured"
+        err.print(text, style="bold yellow", soft_wrap=True)
+
+
 def build(options: Options, err: Console) -> Any:
     """The application with everything loaded; what is missing raises before the service listens."""
-    settings = limits(options)
-    worker = load_worker(options, settings, err)
-    return create_app(Service(worker, Path(options.base).name, settings, known_bad(options.self_test)))
+    settings, bad = limits(options), known_bad(options.self_test)
+    records = Records(open_log(options), open_policy_file(options))
+    supervisor = Supervisor(recipe(options), settings, records, options.changed_policy)
+    say_restored(records, err)
+    return create_app(Service(supervisor, Path(options.base).name, settings, bad))
+
+
+class Server(uvicorn.Server):
+    """Closes the worker before the sockets: until running pictures are finished, new requests get 503."""
+
+    def __init__(self, config: uvicorn.Config, worker: Drawing) -> None:
+        super().__init__(config)
+        self.worker, self.stopping = worker, False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopping:  # the second signal does not wait
+            super().handle_exit(sig, frame)
+            return
+        self.stopping = True
+        threading.Thread(target=self.stop, args=(sig, frame), daemon=True).start()
+
+    def stop(self, sig: int, frame: FrameType | None) -> None:
+        try:
+            self.worker.close()
+        finally:
+            super().handle_exit(sig, frame)
 
 
 def start(options: Options, err: Console) -> None:
-    """Serve in this process until it is interrupted."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    """Serve in this process until it is interrupted; another process draws."""
+    log_to(sys.stderr)
     app = build(options, err)
     err.print(f"http://{options.host}:{options.port}", highlight=False)
-    uvicorn.run(
+    listen(app, options.host, options.port)
+
+
+def listen(app: Any, host: str, port: int) -> None:
+    """Answer requests until a signal stops the service."""
+    config = uvicorn.Config(
         app,
-        host=options.host,
-        port=options.port,
+        host=host,
+        port=port,
         log_level="warning",
-        timeout_graceful_shutdown=60,
-        h11_max_incomplete_event_size=65536,
+        timeout_graceful_shutdown=10,
+        **bounded(app.state.service.settings),
     )
+    Server(config, app.state.service.worker).run()
+
+
+def open_records(options: Options, name: str) -> Records:
+    """The audit log and the policy file of the ingress of a cluster."""
+    return Records(open_log(options, name), open_policy_file(options))
 
 
 def absolute(options: Options) -> Options:
@@ -127,13 +222,17 @@ def start_cluster(options: Options, replicas: int, most: int, err: Console) -> N
     if most < replicas:
         raise BadConfig(f"most_replicas={most}: must be at least replicas={replicas}")
     settings, options = limits(options), absolute(options)
+    trial = load_worker(replace(options, audit_log=None), settings)
+    records = Records(policy_file=open_policy_file(options))
+    trial.use_policy(first_policy(records, trial.facts, options.changed_policy))
+    say_restored(records, err)
     interrupted = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: interrupted.set())
     deploy(
-        load_worker(replace(options, audit_log=None), settings, err),
-        partial(load_worker, options, settings, None),
-        partial(open_log, options, "ingress"),
+        trial,
+        partial(load_worker, options, settings),
+        partial(open_records, options, "ingress"),
         Path(options.base).name,
         known_bad(options.self_test),
         replicas=(replicas, most),
