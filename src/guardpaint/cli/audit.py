@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from guardpaint.guard import GuardPaint
+    from guardpaint.policy import Finding
+    from guardpaint.store.uploads import Reading, Upload
     from guardpaint.types import Audit
 
 
@@ -27,16 +29,23 @@ def audit(
     policy: PolicyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score finished images: scores, class, heat-map overlay and mask. Exits 3 if any image is flagged."""
-    from guardpaint.bases import load_guard
-    from guardpaint.store.images import from_pil, load_image
+    """Score finished images: scores, class, heat-map overlay and mask. Exits 3 if any image is flagged.
 
-    pictures = [from_pil(load_image(path)) for path in images]
+    Every frame is scored, and transparency over white, over black and ignored; the worst one is shown.
+    """
+    from guardpaint.bases import load_guard
+    from guardpaint.store.images import MOST_PIXELS, from_pil, read_bytes
+    from guardpaint.store.uploads import Limits, Upload
+
+    limits = Limits(largest_pixels=MOST_PIXELS)
+    for path in images:
+        Upload(read_bytes(path), str(path), limits)  # a file that cannot be used is refused before anything is loaded
     loaded = load_guard(guard, policy, warn)
     rows: list[dict[str, Any]] = []
-    for path, picture in zip(images, pictures, strict=True):
-        result = loaded.audit_image(picture, prompt)
-        finding = loaded.parts.finding(result, 1.0)
+    for path in images:
+        upload = Upload(read_bytes(path), str(path), limits)
+        reading, result, finding = worst(loaded, upload, prompt)
+        shrunk = None if reading.image.size == reading.size else list(reading.image.size)
         row: dict[str, Any] = {
             "image": str(path),
             "flagged": finding.category if finding else None,
@@ -44,8 +53,14 @@ def audit(
             "class": result.harm,
             "probs": result.probs,
             **result.scores(),
+            "frames": upload.frames,
+            "frame": reading.frame,
+            "reading": reading.name,
+            "size": list(reading.size),
+            "shrunk_to": shrunk,
         }
         if out_dir is not None:
+            picture = from_pil(reading.image)
             row.update(write_overlays(loaded, picture, result, category, prompt, out_dir / path.stem))
         rows.append(row)
     if as_json:
@@ -55,14 +70,40 @@ def audit(
     raise typer.Exit(3 if any(row["flagged"] for row in rows) else 0)
 
 
+def worst(guard: GuardPaint, upload: Upload, prompt: str | None) -> tuple[Reading, Audit, Finding | None]:
+    """The reading of a picture that is flagged, then the one with the highest adv_prob, then that with the lowest S."""
+    from guardpaint.store.images import from_pil
+
+    found: tuple[Reading, Audit, Finding | None] | None = None
+    for reading in upload.readings():
+        audit = guard.audit_image(from_pil(reading.image), prompt)
+        other = reading, audit, guard.parts.finding(audit, 1.0)
+        found = other if found is None else max(found, other, key=badness)
+    assert found is not None, "every picture has a frame"
+    return found
+
+
+def badness(found: tuple[Reading, Audit, Finding | None]) -> tuple[bool, float, float]:
+    _, audit, finding = found
+    return finding is not None, audit.adv_prob, -audit.safety
+
+
 def print_scores(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table("image", "verdict", "class", "adv", "S", "F", "P", "B")
     for row in rows:
         scores = ["–" if row[k] is None else f"{row[k]:.3f}" for k in ("adv_prob", "S", "F", "P", "B")]
-        table.add_row(row["image"], row["reason"] or "benign", row["class"], *scores)
+        table.add_row(shown(row), row["reason"] or "benign", row["class"], *scores)
     out.print(table)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """The name of a picture and what of it the scores are about."""
+    notes = [f"frame {row['frame']} of {row['frames']}"] if row["frames"] > 1 else []
+    notes += [row["reading"]] if row["reading"] else []
+    notes += [f"shrunk to {'×'.join(map(str, row['shrunk_to']))}"] if row["shrunk_to"] else []
+    return row["image"] + (f" ({', '.join(notes)})" if notes else "")
 
 
 def write_overlays(

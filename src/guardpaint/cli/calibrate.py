@@ -33,6 +33,32 @@ def calibrate(
         typer.echo(f"from progress {b.start:g}: {limits}; mask level {level}")
 
 
+def calibrate_scope(
+    guard: Annotated[Path, typer.Argument(help="Folder of the guard; the scope is written into it.")],
+    pixels: Annotated[tuple[int, int], typer.Option(help="Smallest and largest side of pictures that it will see.")],
+    guidance: Annotated[tuple[float, float], typer.Option(help="Lowest and highest guidance scale.")] = (1.0, 8.0),
+    steps: Annotated[tuple[int, int], typer.Option(help="Fewest and most denoising steps.")] = (4, 100),
+    side: Annotated[int, typer.Option(help="Shorter side of the pictures that the auditor learned from.")] = 512,
+    alarms: Annotated[float, typer.Option(help="Share of harmless large pictures that tiles alone may flag.")] = 0.05,
+    count: Annotated[int, typer.Option(help="Known pictures that large ones are made of.")] = 200,
+    out: Annotated[Path, typer.Option(help="File for the measured rates (JSON, rows beside it).")] = Path("scope.json"),
+    testbed: Annotated[
+        str | None, typer.Option(help="Testbed with known pictures; default: the installed one.")
+    ] = None,
+) -> None:
+    """Set the settings that a guard is made for, and the threshold with which it audits larger pictures in tiles.
+
+    Pictures larger than --side are audited in overlapping tiles too. Outside of the scope a service refuses, and the
+    library warns and records it.
+    """
+    from guardpaint.config import Scope
+    from guardpaint.evaluate import scope as measure
+
+    wanted = Scope(side, pixels, guidance, steps)
+    found = measure.run(guard, wanted, out, alarms=alarms, count=count, testbed=testbed)
+    typer.echo(f"tiles of {side} pixels, lowered by {found.tile_offset:g} logits; rates in {out}")
+
+
 def drift(
     calibration: Annotated[Path, typer.Argument(help="The file `guardpaint calibrate` wrote.")],
     log: Annotated[Path, typer.Argument(help="An audit log (JSONL).")],

@@ -20,13 +20,13 @@ out = Console()
 
 GuardOption = Annotated[
     str | None,
-    typer.Option("--guard", help="Guard: a directory, a hub id, or tiny (random). Default: the embedded one."),
+    typer.Option("--guard", help="Guard: a directory, hub:OWNER/NAME, or tiny (random). Default: the embedded one."),
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 BASE_HELP = (
     "Base model: one that an installed package provides (mini-sd, mini-sd3 …; `guardpaint doctor` lists them), a small "
-    "random one (tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux), a directory, or a hub id."
+    "random one (tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux), a directory, or hub:OWNER/NAME."
 )
 
 

@@ -36,9 +36,9 @@ def load_decoder(path: Path | None) -> Any:
     """The tiny decoder in a folder, or None without a path."""
     if path is None:
         return None
-    from diffusers import AutoencoderTiny
+    from guardpaint.draft.loading import load_tiny
 
-    return AutoencoderTiny.from_pretrained(path).float().eval()
+    return load_tiny(path).float()
 
 
 @app.command()
@@ -210,7 +210,8 @@ def views(
 def corpus_views(
     corpus: Folder,
     base: Annotated[
-        str, typer.Option(help="Base whose unfinished pictures are shown: a folder, hub id or embedded base.")
+        str,
+        typer.Option(help="Base whose unfinished pictures are shown: a folder, hub:OWNER/NAME or an embedded base."),
     ],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views; not one with views of testbeds.")],
     split: Annotated[str, typer.Option(help="train, validation, test, or calibration (half of test).")] = "train",
@@ -220,6 +221,9 @@ def corpus_views(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the base; default: its own.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale of the base; default: its own.")] = None,
     pixels: Annotated[int, typer.Option(min=16, help="Side of a view in pixels: the auditor's larger size.")] = 384,
+    coarse: Annotated[
+        int, typer.Option(min=8, help="The auditor's smaller size, and the size of glances with it.")
+    ] = 224,
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
     tiny: TinyOption = None,
     policy: PolicyOption = None,
@@ -229,11 +233,13 @@ def corpus_views(
     from guardpaint.data import corpus_views as make
     from guardpaint.data.store import Corpus
     from guardpaint.data.views import ViewedBase
+    from guardpaint.verify.parts import glance_size
 
     loaded = load_base(base)
     call = make.settings(loaded.pipe, dict(loaded.call), size, steps, guidance)
     decoder = load_decoder(tiny)
-    viewed = ViewedBase(loaded.pipe, call, None if decoder is None else decoder.to(loaded.pipe._execution_device))
+    device, looks = loaded.pipe._execution_device, (coarse, pixels, glance_size(coarse))
+    viewed = ViewedBase(loaded.pipe, call, None if decoder is None else decoder.to(device), looks)
     where = str(Path(base).resolve()) if Path(base).is_dir() else base
     name = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_")
     store = Corpus(corpus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,8 +14,13 @@ from guardpaint.cli.common import JsonOption, dump, out
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "paperdolls")
 
 
-def doctor(as_json: JsonOption = False) -> None:
-    """Check what is installed and which models are found, and run a self-test of the fail-closed paths."""
+def doctor(
+    guard: Annotated[
+        str | None, typer.Option(help="Folder of the guard whose weak settings are listed. Default: the embedded one.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check what is installed, list the settings of a guard that open a door, and self-test the fail-closed paths."""
     import torch
 
     from guardpaint.bases import named_bases
@@ -32,6 +37,7 @@ def doctor(as_json: JsonOption = False) -> None:
         "bases": list(named_bases()),
         "testbeds": list(plugins.registered(plugins.TESTBEDS)),
         "guards": list(plugins.registered(plugins.GUARDS)),
+        "weak_settings": weak_of(guard),
         "self_test": checks,
         "ok": all(c["ok"] for c in checks),
     }
@@ -40,6 +46,22 @@ def doctor(as_json: JsonOption = False) -> None:
     else:
         print_result(result)
     raise typer.Exit(0 if result["ok"] else 1)
+
+
+def weak_of(guard: str | None) -> list[dict[str, str]]:
+    """The weak settings of a guard folder, read without its weights; none if there is no guard to look at."""
+    from guardpaint.errors import MissingPackage
+    from guardpaint.guard import read_settings
+    from guardpaint.store import plugins
+    from guardpaint.store.folders import resolve
+    from guardpaint.verify.weak import weak_settings
+
+    try:
+        folder = guard or plugins.load(plugins.GUARDS, "embedded", "the embedded guard")()
+    except MissingPackage:
+        return []
+    _, policy, config = read_settings(resolve(folder))
+    return [w.to_dict() for w in weak_settings(policy, config)]
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -55,6 +77,8 @@ def print_result(result: dict[str, Any]) -> None:
     for what in ("bases", "testbeds", "guards"):
         table.add_row(f"{what} by name", ", ".join(result[what]) or "none")
     out.print(table)
+    for w in result["weak_settings"]:
+        out.print(f"WEAK {w['name']} is {w['value']}: {w['why']}", style="yellow", highlight=False, soft_wrap=True)
     for c in result["self_test"]:
         mark, style = ("ok  ", None) if c["ok"] else ("FAIL", "red")
         out.print(f"{mark} {c['check']}", style=style, highlight=False)

@@ -205,7 +205,9 @@ def eval_report(
 def eval_fid(
     reference: Annotated[Path, typer.Argument(help="Folder of pictures.")],
     made: Annotated[Path, typer.Argument(help="Folder of other pictures.")],
-    features: Annotated[str, typer.Option(help="CLIP vision model, a path or hub id, whose features are compared.")],
+    features: Annotated[
+        str, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
+    ],
 ) -> None:
     """Fréchet distance between two folders of pictures in a vision model's feature space."""
     from guardpaint.evaluate import real_metrics as real

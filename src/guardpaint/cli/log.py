@@ -93,10 +93,13 @@ def log_begin(
 
 @app.command("repair")
 def log_repair(file: File, key_file: KeyFile = None, anchor: AnchorFile = None) -> None:
-    """Cut off a last line that a crash left half written; what is cut off is kept beside the log."""
-    from guardpaint.loop.audit_log import cut_half_line, read_key
+    """Mend a last line that a crash left half-written. The repair is recorded, and what is cut off is kept."""
+    from guardpaint.loop.audit_log import read_key
+    from guardpaint.loop.log_repair import repair_log
 
-    typer.echo(f"{cut_half_line(file, key=read_key(key_file), anchor=anchor)}: the half-written line; the log verifies")
+    kept = repair_log(file, key=read_key(key_file), anchor=anchor).kept
+    what = "a whole record got its newline" if kept is None else f"the half-written line is cut off and kept in {kept}"
+    typer.echo(f"{file}: {what}; the log verifies")
 
 
 @app.command("sign")

@@ -32,6 +32,7 @@ app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(calibrate.calibrate)
+app.command()(calibrate.calibrate_scope)
 app.command()(calibrate.drift)
 for name, group in (
     ("log", log.app),

@@ -31,6 +31,36 @@ def serve(
     self_test: Annotated[
         Path | None, typer.Option(help="An unsafe picture that the guard must flag for /ready.")
     ] = None,
+    connections: Annotated[
+        int, typer.Option(min=0, help="Most open connections; 0: half of the open files allowed, at most 1024.")
+    ] = 0,
+    address_connections: Annotated[
+        int, typer.Option(min=0, help="Most open connections from one address; 0: half of all. A proxy is one address.")
+    ] = 0,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A host name by which the service may be called; may be repeated.")
+    ] = None,
+    per_key: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pictures of one key that may wait. Default: a quarter of the queue, at least 8."),
+    ] = None,
+    picture_timeout: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds that one picture may take before the process that draws is replaced."),
+    ] = 75.0,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds that running pictures get on shutdown.")] = 20.0,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps a policy changed over the API. Default: that of the audit log, if any."),
+    ] = None,
+    changed_policy: Annotated[
+        str | None,
+        typer.Option(help="If another policy is configured than the kept one was changed from: keep or discard it."),
+    ] = None,
+    weak: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve although this setting is weak (last_resort, trigger, calibration); repeatable."),
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on a Ray cluster: RAY_ADDRESS, or this machine.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="With --ray: replicas at the start.")] = 1,
     most_replicas: Annotated[
@@ -39,13 +69,19 @@ def serve(
 ) -> None:
     """Serve guarded generation: an OpenAI-compatible API, a page at /, metrics at /metrics."""
     try:
+        from guardpaint.serve.records import CHOICES
         from guardpaint.serve.start import Options, start, start_cluster
     except ImportError as error:
         raise BadConfig("serving needs more packages: pip install 'guardpaint[serve]'") from error
 
+    if changed_policy not in (None, *CHOICES):
+        raise BadConfig(f"--changed-policy {changed_policy}: must be {' or '.join(CHOICES)}")
     options = Options(
-        base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test
-    )
+        base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test,
+        connections, address_connections, tuple(allow_host or ()),
+        per_key, picture_timeout, grace, state, changed_policy,
+        tuple(weak or ()),
+    )  # fmt: skip
     if ray:
         start_cluster(options, replicas, most_replicas or replicas, err)
     else:

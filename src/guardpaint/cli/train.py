@@ -86,3 +86,38 @@ def train_stage(
     inputs = catalogue.Inputs({name: tuple(values) for name, values in settings_of(settings).items()})
     catalogue.check_inputs(trainer, inputs, f"train stage {trainer}")
     catalogue.find_trainer(trainer, "train stage").run(Run(config, out, minutes), inputs)
+
+
+@app.command("readouts")
+def train_readouts(
+    decoder: Annotated[Path | None, typer.Argument(help="Folder of an AutoencoderTiny.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the readouts.")] = None,
+    guard: Annotated[
+        Path | None, typer.Option(help="Fit those of a guard's own decoder, and write them there.")
+    ] = None,
+    family: Annotated[str, typer.Option(help="With --guard: the family whose decoder is meant.")] = "sd",
+    pictures: Annotated[
+        Path | None, typer.Option(help="Folder of pictures; default: photographs of scikit-image and scikit-learn.")
+    ] = None,
+) -> None:
+    """Fit the readouts with which views are made from the early layers of a tiny decoder (a minute or two)."""
+    import torch
+
+    from guardpaint.cli.data import load_decoder
+    from guardpaint.guard import MANIFEST
+    from guardpaint.store.checkpoint import read_json, write_json
+    from guardpaint.store.results import command
+    from guardpaint.train import readouts
+
+    if (guard is None) == (decoder is None) or (decoder is not None and out is None):
+        raise typer.BadParameter("name a decoder's folder and --out, or --guard")
+    folder = decoder if decoder is not None else Path(str(guard)) / "decoders" / family
+    torch.set_num_threads(1)
+    found = readouts.fit(load_decoder(folder), pictures, command())
+    found.save(out or folder)
+    if guard is not None:
+        manifest = read_json(guard / MANIFEST)
+        manifest["readouts"] = {**manifest.get("readouts", {}), family: found.identity}
+        write_json(guard / MANIFEST, manifest)
+    shown = ", ".join(f"1/{shrink} of the size {db} dB" for shrink, db in found.card["decibels"].items())
+    typer.echo(f"{out or folder}: {shown}, against the whole decode of held-out pictures")

@@ -108,6 +108,7 @@ def system_rows(guard: GuardPaint, base: Base, testbed: Testbed, budget: Budget)
         ranker=guard.parts.ranker,
         decoders=guard.decoders,
     )
+    careful.exits = guard.exits
     defences: dict[str, Guarded] = {"before": Guarded(guard), "after": Guarded(careful, "careful")}
 
     eyes, wordings = partial(shows_harm, testbed.judge(guard.policy)), need(testbed, Wordings, COMMAND)

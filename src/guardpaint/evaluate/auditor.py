@@ -157,7 +157,8 @@ def measure_views(auditor: AuditorScorer, policy: Policy, base: str, views: View
     rows: list[Row] = []
     names = policy.names
     for i in track(range(len(views)), description=base):
-        audit = audits(auditor, views.images[i : i + 1].float() / 255, [views.prompt(i)], float(views.noise[i]))[0]
+        view = views.rows(torch.tensor([i])).at(auditor.sizes[0])
+        audit = auditor.audit(view, [views.prompt(i)], float(views.noise[i]))[0]
         row: Row = {"part": "views", "base": base, "view": KINDS[int(views.kind[i])], "seed": int(views.seeds[i])}
         row |= {"progress": round(float(views.progress[i]), 4), "decoder": int(views.decoder[i])}
         rows.append({**row, "category": names[int(views.category[i])], **row_of(audit, policy)})
@@ -229,7 +230,8 @@ def measure_conformal(exam: Exam, count: int) -> list[Row]:
             row |= {f"p_{name}": round(min(p, b.probs[name]), 5) for name, p in a.probs.items()}
             rows.append(row)
             size = (int(picture.mask.shape[0]), int(picture.mask.shape[1]))
-            left = uncovered(heat_at(b.adv_map, size).numpy(), picture.mask)
+            heat = heat_at(b.adv_map, size).numpy()
+            left = uncovered(heat, picture.mask, GuardConfig.regions, GuardConfig.min_region)
             shares = " ".join(f"{v:.4f}" for v in left)
             rows.append({"part": "conformal_mask", "seed": picture.prompt.seed, "left": shares})
     return rows

@@ -6,7 +6,6 @@ guardpaint calibrate --auditor DIR --views runs/views --alpha 0.05 --beta 0.10 -
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,11 +21,12 @@ from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, joined, load_views
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.auditor import audits
+from guardpaint.loop.log_chain import read_entries
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import read_json, sha256_hex, write_json
 from guardpaint.store.progress import track
 from guardpaint.types import Audit
+from guardpaint.verify.parts import glance_size
 
 FINISHED = ("clean", "x0", "redrawn_x0", "redrawn")
 """Kinds of views that the guard sees by default. Views of whole generations are left out, because an auditor made some
@@ -39,6 +39,8 @@ class Looks:
 
     coarse: Audit
     fine: Audit
+    glance: Audit | None = None
+    """The audit of a glance, if one was made."""
 
     def prob(self, name: str) -> float:
         """The lower probability of the two audits: both exceed any threshold below it."""
@@ -55,12 +57,26 @@ class Looks:
 
 
 def scored(auditor: AuditorScorer, views: Views) -> list[Looks]:
-    """Both audits of every view, with its own prompt and noise level."""
+    """Both audits and the glance of every view, with its own prompt and noise level."""
     looks = []
+    coarse, fine = auditor.sizes
     for i in track(range(len(views)), description="auditing"):
-        view, texts, noise = views.images[i : i + 1].float() / 255, [views.prompt(i)], float(views.noise[i])
-        looks.append(Looks(*(audits(auditor, view, texts, noise, fine=fine)[0] for fine in (False, True))))
+        view, texts, noise = views.rows(torch.tensor([i])), [views.prompt(i)], float(views.noise[i])
+        seen = [auditor.audit(view.at(size), texts, noise)[0] for size in (coarse, fine, glance_size(coarse))]
+        looks.append(Looks(*seen))
     return looks
+
+
+def glance_threshold(looks: Sequence[Looks], policy: Policy, alpha: float, what: str) -> float | None:
+    """The adv_prob from which on a glance schedules an audit, for unsafe views; None if no glances were made.
+
+    At most a share alpha of the unsafe views is missed by the glance alone.
+    """
+    seen = [each.glance for each in looks if each.glance is not None]
+    if len(seen) < len(looks):
+        return None
+    caught = np.array([policy.finding(audit) is not None for audit in seen], dtype=bool)
+    return trigger_threshold(np.array([audit.adv_prob for audit in seen]), caught, alpha, what)
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ class Promise:
     alpha: float
     """Highest miss rate of each category."""
     beta: float
-    """Highest share of an unsafe area that a mask leaves uncovered."""
+    """Highest share of an unsafe area that a mask leaves uncovered, with the default `regions` and `min_region`."""
     starts: Sequence[float]
     """Progress at which each band begins; the first is 0."""
 
@@ -107,8 +123,10 @@ def calibrate(
             what = f"examples of {name} from progress {start:g} to {min(end, 1):g}"
             thresholds[name] = trigger_threshold(scores, caught, alpha, what)
             counts[name] = len(scores)
+        unsafe = [looks[i] for i in np.flatnonzero(inside & (category != 0)).tolist()]
+        glance = glance_threshold(unsafe, policy, alpha, f"unsafe examples from progress {start:g}")
         if not views.world:  # a corpus has no true masks
-            bands.append(Band(float(start), thresholds, None, counts))
+            bands.append(Band(float(start), thresholds, None, counts, glance))
             continue
         harm = np.flatnonzero(inside & (category != 0) & views.masks.flatten(1).any(1).numpy()).tolist()
         harm = [i for i in harm if looks[i].masked(policy, thresholds, GuardConfig().band)]
@@ -119,8 +137,8 @@ def calibrate(
             )
         size = (int(views.masks.shape[-2]), int(views.masks.shape[-1]))
         heats = np.stack([heat_at(looks[i].fine.adv_map, size).numpy() for i in harm])
-        level = mask_threshold(heats, views.masks[harm].numpy(), beta)
-        bands.append(Band(float(start), thresholds, level, counts))
+        level = mask_threshold(heats, views.masks[harm].numpy(), beta, GuardConfig.regions, GuardConfig.min_region)
+        bands.append(Band(float(start), thresholds, level, counts, glance))
     safe = np.array([a.coarse.adv_prob for a, c in zip(looks, category, strict=True) if c == 0])
     return Calibration(alpha, beta, data, tuple(bands)), Reference.of(safe)
 
@@ -170,11 +188,11 @@ def run(
             )
         pictures.update(part.images.numpy().tobytes())
         looks += scored(auditor, part)
-        slim.append(replace(part, images=part.images[..., :1, :1].clone()))
+        slim.append(replace(part, images=part.images[..., :1, :1].clone(), smaller={}))
     views = joined(slim)
     data = sha256_hex(views.seeds.numpy().tobytes() + pictures.digest())
     calibration, reference = calibrate(views, looks, policy, promise.alpha, promise.beta, promise.starts, data)
-    calibration = replace(calibration, auditor=auditor.identity())
+    calibration = replace(calibration, auditor=auditor.identity(), views=views.ways)
     value: dict[str, Any] = {**calibration.to_dict(), "reference": asdict(reference)}
     write_json(out, value)
     if guard is not None:
@@ -196,18 +214,22 @@ FEWEST = 100
 def drift(reference_file: Path, log: Path) -> tuple[float, int]:
     """Stability index of the scores in an audit log against those of the calibration, and the number of scores."""
     data = read_json(reference_file)
-    if "reference" not in data:
+    if not isinstance(data, dict) or "reference" not in data:
         raise BadInput(f"{reference_file}: holds no reference; write it with `guardpaint calibrate`")
     stored = data["reference"]
-    reference = Reference(tuple(stored["edges"]), tuple(stored["shares"]), int(stored["n"]))
+    try:
+        reference = Reference(tuple(stored["edges"]), tuple(stored["shares"]), int(stored["n"]))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadInput(f"{reference_file}: its reference is not whole ({error})") from error
     scores = []
-    for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), 1):
+    for number, entry, problem in read_entries(log):
+        if problem:
+            raise BadInput(f"{log}: {problem}")
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{log}:{number}: not JSON ({error})") from error
-        for step in entry.get("report", entry).get("steps", []):
-            scores += [a["scores"]["adv_prob"] for a in step.get("audits", [])[:1]]
+            for step in entry.get("report", entry).get("steps", []):
+                scores += [float(a["scores"]["adv_prob"]) for a in step.get("audits", [])[:1]]
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise BadInput(f"{log}:{number}: not a record of an audit log ({error})") from error
     if len(scores) < FEWEST:
         raise BadInput(f"{log}: {len(scores)} audits in it; fewer than {FEWEST} would look like drift by chance")
     return reference.drift(np.array(scores)), len(scores)

@@ -18,7 +18,7 @@ from guardpaint.audit.model import AuditorScorer
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.auditor import auc, audits, curves, f1, macro, measure_views, resampled
+from guardpaint.evaluate.auditor import auc, curves, f1, macro, measure_views, resampled
 from guardpaint.evaluate.statistics import share
 from guardpaint.policy import Policy
 from guardpaint.store.results import metric, write_results
@@ -41,8 +41,8 @@ def other_prompts(auditor: AuditorScorer, views: Views) -> list[float]:
                       if views.texts[(i + k) % len(views)] != views.texts[i]), None)  # fmt: skip
         if wrong is None:
             return []
-        image = views.images[i : i + 1].float() / 255
-        scores.append(float(audits(auditor, image, [wrong], float(views.noise[i]))[0].faithfulness or 0.0))
+        image = views.rows(torch.tensor([i])).at(auditor.sizes[0])
+        scores.append(float(auditor.audit(image, [wrong], float(views.noise[i]))[0].faithfulness or 0.0))
     return scores
 
 

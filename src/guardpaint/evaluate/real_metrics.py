@@ -1,7 +1,7 @@
 """Metrics for real models: fit to the prompt (CLIP score, BLIP matching), and distance of two sets of pictures (FID).
 
-All use `transformers` models from a path or hub id:
-  clip:openai/clip-vit-large-patch14   blip:Salesforce/blip-itm-base-coco
+All use `transformers` models from a folder or the hub:
+  clip:FOLDER   clip:hub:openai/clip-vit-large-patch14   blip:hub:Salesforce/blip-itm-base-coco
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
-from guardpaint.errors import BadConfig, BadInput
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.store.folders import resolve
 from guardpaint.store.images import load_image
 from guardpaint.store.progress import track
 
-LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, BadCheckpoint)
 
 
 @runtime_checkable
@@ -53,7 +54,9 @@ class ClipScore(Paired):
     def from_pretrained(cls, path: str) -> ClipScore:
         from transformers import CLIPModel, CLIPProcessor
 
-        return cls(CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path))
+        folder = resolve(path)
+        model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+        return cls(model, CLIPProcessor.from_pretrained(folder, local_files_only=True))
 
     @torch.no_grad()
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
@@ -71,7 +74,9 @@ class BlipMatch(Paired):
     def from_pretrained(cls, path: str) -> BlipMatch:
         from transformers import BlipForImageTextRetrieval, BlipProcessor
 
-        return cls(BlipForImageTextRetrieval.from_pretrained(path), BlipProcessor.from_pretrained(path))
+        folder = resolve(path)
+        model = BlipForImageTextRetrieval.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+        return cls(model, BlipProcessor.from_pretrained(folder, local_files_only=True))
 
     @torch.no_grad()
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
@@ -106,7 +111,9 @@ class VisionFeatures(nn.Module):
         from transformers import AutoImageProcessor, CLIPVisionModel
 
         try:
-            return cls(CLIPVisionModel.from_pretrained(path), AutoImageProcessor.from_pretrained(path, use_fast=False))
+            folder = resolve(path)
+            model = CLIPVisionModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+            return cls(model, AutoImageProcessor.from_pretrained(folder, use_fast=False, local_files_only=True))
         except LOADING as error:
             raise BadInput(f"features {path!r} cannot be loaded: {error}") from error
 

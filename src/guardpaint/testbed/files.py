@@ -20,6 +20,7 @@ from guardpaint.data.labelers import LOADING, Asking, EndpointLabeler
 from guardpaint.data.prompt_files import load as load_prompts
 from guardpaint.errors import BadConfig, BadInput, MissingCapability
 from guardpaint.policy import Policy
+from guardpaint.store.folders import HUB, resolve
 from guardpaint.store.seeds import derive
 from guardpaint.testbed.language import Lexicon, Rewriter, Surrogate
 from guardpaint.testbed.protocol import SPLITS, Prompt, StockInpainter
@@ -41,7 +42,7 @@ class BaseEntry:
     """A base of a YAML testbed."""
 
     path: str
-    """A folder, a hub id, or any other name that `guardpaint.bases.load_base` takes."""
+    """A folder, `hub:owner/name`, or any other name that `guardpaint.bases.load_base` takes."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Arguments to call it with, over its own."""
 
@@ -180,6 +181,8 @@ class Reader:
 
     def beside(self, name: str) -> str:
         """A folder beside the file as a path to it, any other name unchanged; a `kind:` prefix is kept."""
+        if HUB in name:
+            return name
         kind, _, where = name.rpartition(":")
         folder = self.path.parent / where
         return f"{kind}:{folder}" if kind and folder.is_dir() else str(folder) if folder.is_dir() else name
@@ -209,13 +212,13 @@ class Reader:
         """The bases by name; at least one is required."""
         value = self.values.get("bases")
         if not isinstance(value, dict) or not value:
-            raise self.wrong("bases", value, "at least one, as in bases: {sd15: {path: FOLDER_OR_HUB_ID}}")
+            raise self.wrong("bases", value, "at least one, as in bases: {sd15: {path: FOLDER}}")
         return {str(name): self.base(f"bases.{name}", entry) for name, entry in value.items()}
 
     def base(self, key: str, entry: Any) -> BaseEntry:
         entry = {"path": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or set(entry) - {"path", "call"}:
-            raise self.wrong(key, entry, "{path: FOLDER_OR_HUB_ID, call: {num_inference_steps: 25}}")
+            raise self.wrong(key, entry, "{path: FOLDER, call: {num_inference_steps: 25}}")
         call = entry.get("call") or {}
         if not isinstance(call, dict) or not all(isinstance(k, str) for k in call):
             raise self.wrong(f"{key}.call", call, "arguments by name, as in {guidance_scale: 5.0}")
@@ -249,11 +252,13 @@ class Reader:
 
 
 def load_surrogate(path: str) -> Surrogate:
-    """A CLIP text model with its tokenizer, from a folder or the hub."""
+    """A CLIP text model with its tokenizer, from a folder or the hub (`hub:owner/name`)."""
     from transformers import AutoTokenizer, CLIPTextModel
 
     try:
-        tokenizer, encoder = AutoTokenizer.from_pretrained(path), CLIPTextModel.from_pretrained(path).eval()
+        folder = resolve(path)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        encoder = CLIPTextModel.from_pretrained(folder, use_safetensors=True, local_files_only=True).eval()
     except LOADING as error:
         raise BadInput(f"surrogate {path!r} cannot be loaded: {error}") from error
     tokenizer.model_max_length = min(tokenizer.model_max_length, encoder.config.max_position_embeddings)

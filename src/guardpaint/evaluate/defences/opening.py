@@ -51,7 +51,7 @@ DEFENCES = (*FREE, *POST_HOC, *GUARDED)
 
 @cache
 def open_guard(name: str | None) -> GuardPaint:
-    """A guard by folder or hub id, or the embedded one; each is loaded once."""
+    """A guard from a folder or the hub, or the embedded one; each is loaded once."""
     return GuardPaint.from_pretrained(name) if name else GuardPaint.embedded()
 
 
