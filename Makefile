@@ -2,6 +2,7 @@
 # make test   the test suite          make lint   formatter, linter, type checker
 # make eval-small  attacks, defences and benign prompts in small, with a report page in runs/eval-small
 # make bench  cost ratios at full SD 1.5 size (about 15 minutes on two idle cores)
+# make redteam attacks, fuzzing and a soak against a running service on loopback (at most 15 minutes on two cores)
 # make golden pictures of this tree compared bit for bit with those of a reference revision (2 minutes)
 # make wheels both packages as wheels in dist/
 PYTHON ?= python3.11
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format bench golden wheels hero eval-small clean
+.PHONY: demo test test-slow lint format bench redteam golden wheels hero eval-small clean
 CODE   := src packages tests bench conftest.py
 
 demo: $(STAMP)
@@ -48,6 +49,9 @@ hero: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/run.py --out docs/results/bench.json
+
+redteam: $(STAMP)
+	$(BIN)/python bench/redteam.py
 
 SMALL = $(BIN)/guardpaint eval run attacks --base mini-sd --attacks runs/attacks-small --processes 2 --out runs/eval-small
 eval-small: $(STAMP)

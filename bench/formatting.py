@@ -11,9 +11,14 @@ ROOT = Path(__file__).parents[1]
 Metric = dict[str, Any]
 
 
+def path_of(component: str) -> Path:
+    """Return the path of a component's results file, which may not have been measured yet."""
+    return ROOT / f"docs/results/{component}.json"
+
+
 def results_of(component: str) -> dict[str, Any]:
     """Return the results file of a component: command, revision, seed, metrics."""
-    return dict(json.loads((ROOT / f"docs/results/{component}.json").read_text()))
+    return dict(json.loads(path_of(component).read_text()))
 
 
 def metrics_of(component: str) -> dict[str, Metric]:

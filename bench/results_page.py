@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from formatting import ROOT, cell, grid, metric_table, metrics_of, number, results_of, table
+from formatting import ROOT, cell, grid, metric_table, metrics_of, number, path_of, results_of, table
+from redteam_page import red_team
 
 BASES = {name: name for name in ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")}
 SUITES = ("sneakyprompt", "mma", "pgj", "daca", "ring_a_bell")
@@ -15,6 +16,8 @@ DEFENCES = (
 )  # fmt: skip
 COST = {
     "benign_audit_vs_step": "benign audit of one step (tiny decoder, 224 px), in base steps",
+    "glance_vs_step": "a glance (128 px), in base steps",
+    "whole_tiny_vs_step": "for comparison: one whole decode by the tiny decoder, in base steps",
     "benign_audit_fine_vs_step": "the same with the 384 px confirmation, in base steps",
     "full_vae_audit_vs_step": "for comparison: one full VAE decode, in base steps",
     "benign_overhead_fraction": "whole benign overhead, X = 2, 50 steps, as a share of the generation",
@@ -143,6 +146,19 @@ def auditor() -> list[str]:
     return [*metric_table(metrics, names), "", *grid(metrics, BASES, columns)]
 
 
+def scope() -> list[str]:
+    metrics = metrics_of("scope")
+    sizes = {name.split(".")[1]: f"{name.split('.')[1]} px" for name in metrics if "." in name}
+    columns = {
+        "missed_whole.*": "missed, whole picture only",
+        "missed.*": "missed, with tiles",
+        "false_alarms_whole.*": "false alarms, whole picture only",
+        "false_alarms.*": "false alarms, with tiles",
+    }
+    offset = number(metrics["tile_offset"]["value"])
+    return [*grid(metrics, sizes, columns), "", f"Tiles are lowered by {offset} logits."]
+
+
 def inpainter() -> list[str]:
     metrics = metrics_of("inpainter")
     names = {
@@ -255,7 +271,32 @@ def seam() -> list[str]:
 
 
 def cost() -> list[str]:
-    return metric_table(metrics_of("bench"), COST)
+    metrics = metrics_of("bench")
+    return metric_table(metrics, {key: meaning for key, meaning in COST.items() if key in metrics})
+
+
+def views() -> list[str]:
+    """Quality of views by real tiny decoders on photographs; nothing before it was measured."""
+    if not (ROOT / "docs/results/views.json").exists():
+        return []
+    metrics = metrics_of("views")
+    rows = {
+        f"{family}.{side}": f"{family}, {side} px" for family in ("sd", "sdxl", "sd3", "flux") for side in (512, 1024)
+    }
+    columns = {
+        "*.view_db": "view, 224 px",
+        "*.glance_db": "glance, 128 px",
+        "*.synthetic_db": "view, fitted without photographs",
+        "*.synthetic_glance_db": "glance, fitted without photographs",
+        "*.shrunken_db": "shrunken latents",
+        "*.full_db": "whole decode against the photograph",
+    }
+    times = {
+        "view_vs_step": "a view of a 512 px picture and its audit, in base steps",
+        "glance_vs_step": "a glance, in base steps",
+        "whole_tiny_vs_step": "for comparison: one whole decode by the tiny decoder, in base steps",
+    }
+    return ["", *grid(metrics, rows, columns), "", *metric_table(metrics, times), "", f"- {source('views')}"]
 
 
 SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
@@ -265,10 +306,12 @@ SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
     ("Defences", ("evaluation", "defences"), defences, "On the prompts that every defence met."),
     ("Adaptive attacks", ("adaptive",), adaptive, ""),
     ("Auditor", ("auditor",), auditor, ""),
+    ("Large pictures", ("scope",), scope, "Known pictures enlarged, and single ones in mosaics of harmless ones."),
     ("Inpainter", ("inpainter",), inpainter, "Unsafe scenes repaired under the unsafe prompt."),
     ("Proposer and ranker", ("proposer",), proposers, "What the proposers are is in [train.md](train.md#proposers)."),
     ("World", ("world",), world, "What the columns mean is in [world.md](world.md#measured)."),
     ("Service", ("serve",), service, "Mixed requests under load; see [serve.md](serve.md)."),
+    ("Under attack", ("redteam",), red_team, "Attempts, fuzzing and a soak; see [serve.md](serve.md#under-attack)."),
     ("Seam metrics", ("seam",), seam, ""),
 ]  # fmt: skip
 """Title, results files, table, a line of introduction."""
@@ -298,6 +341,8 @@ def results_page() -> str:
     ]
     shown: set[str] = set()
     for title, components, make, introduction in SECTIONS:
+        if not all(path_of(c).exists() for c in components):
+            continue
         lines += ["", f"## {title}", ""]
         lines += [introduction, ""] if introduction else []
         lines += make()
@@ -329,4 +374,4 @@ def headline_table() -> str:
 
 def cost_table() -> str:
     """The table of docs/performance.md."""
-    return "\n".join([*cost(), "", f"- {source('bench')}"]) + "\n"
+    return "\n".join([*cost(), "", f"- {source('bench')}", *views()]) + "\n"

@@ -240,8 +240,13 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
     def audit(size: int) -> None:
         auditor.audit(request.decoder.at(latents[:1], size), ["a photograph of a cat in a garden"], 0.1)
 
-    audit_coarse = rows.time("audit, tiny decoder + auditor at 224", lambda: audit(coarse), repeats + 5)
-    audit_fine = rows.time("audit, tiny decoder + auditor at 384", lambda: audit(fine), repeats + 5)
+    assert request.decoder.path((512, 512), coarse) == "exit 1/2"
+    assert request.decoder.path((512, 512), guard.parts.glance_size) == "exit 1/4"
+    audit(coarse)  # random weights: the first view fits their readouts
+    audit_coarse = rows.time("audit, 256 px exit + auditor at 224", lambda: audit(coarse), repeats + 5)
+    look = rows.time("glance, 128 px exit + auditor at 128", lambda: audit(guard.parts.glance_size), repeats + 5)
+    audit_fine = rows.time("audit, whole tiny decode + auditor at 384", lambda: audit(fine), repeats + 5)
+    whole = rows.time("whole tiny decode 512", lambda: request.decoder.full(latents[:1]), repeats + 5)
 
     out = guard.attach(pipe)("a cat", num_inference_steps=2, output_type="pt", generator=torch.Generator())
     report = out.safety[0]
@@ -252,18 +257,23 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
         print(f"{name:42s} {seconds:10.3f} s   (1 run)", flush=True)
     generation = STEPS * step + decode
 
-    metrics["benign_audit_vs_step"] = metric(audit_coarse / step, repeats + 5, goal="<=0.04")
+    metrics["benign_audit_vs_step"] = metric(
+        audit_coarse / step, repeats + 5, goal="<=0.06", note="view by the early exit at half the size"
+    )
+    metrics["view_vs_step"] = metrics["benign_audit_vs_step"]
+    metrics["glance_vs_step"] = metric(look / step, repeats + 5, goal="<=0.02")
+    metrics["whole_tiny_vs_step"] = metric(whole / step, repeats + 5, note="without an auditor pass")
     metrics["benign_audit_fine_vs_step"] = metric(
         (audit_coarse + audit_fine) / step,
         repeats + 5,
         goal="<=0.12",
-        note="coarse pass and 384 px confirmation",
+        note="coarse pass and confirmation at 384 px, which takes the whole tiny decode",
     )
     overhead = (inside + final) / generation
     metrics["benign_overhead_fraction"] = metric(
         overhead,
         1,
-        goal="<=0.005",
+        goal="<=0.003",
         note=f"X = 2, {STEPS} steps: one audited step and the final verdict, from a real call",
     )
     metrics["benign_overhead_vs_stock_checker"] = metric(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import socket
 import threading
 import time
@@ -23,17 +22,19 @@ from typing import Any
 import httpx
 import numpy as np
 import uvicorn
+from attempts import faults as injected
+from attempts.stand import SHARED
 from PIL import Image
 
 from guardpaint.bases import load_base
 from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import Service, create_app
+from guardpaint.serve.records import Records
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.start import known_bad
 from guardpaint.serve.worker import Worker
 from guardpaint.store.images import load_bytes
 from guardpaint.store.results import metric, require_clean, write_results
-from guardpaint.testing.doubles import Raises
 from paperdolls.captions import caption
 from paperdolls.oracle import Oracle
 from paperdolls.scene import sample_scene
@@ -125,50 +126,20 @@ def side_doors(address: str, requests: list[tuple[str, int]]) -> list[Image.Imag
     return pictures
 
 
-def faults(guard: GuardPaint, base: str) -> list[dict[str, Any]]:
+def faults() -> list[dict[str, Any]]:
     """A row for each injected fault, with the answer that it got and the one that it should get."""
-    rows: list[dict[str, Any]] = []
-    note = lambda name, got, want: rows.append({"part": "fault", "kind": name, "got": got, "want": want})  # noqa: E731
-    me = {"Authorization": f"Bearer {USER}"}
-    ask = {"prompt": "a person on the beach", "seed": 1}
-    with Running(guard, base) as address, httpx.Client(timeout=600) as client:
-        url = f"{address}/v1/images/generations"
-        note(
-            "malformed JSON",
-            client.post(url, content="{", headers={**me, "content-type": "application/json"}).status_code,
-            400,
-        )
-        note("50 MB body", client.post(url, content=b"x" * 50_000_000, headers=me).status_code, 413)
-        note("bad key", client.post(url, json=ask, headers={"Authorization": "Bearer no"}).status_code, 401)
-        note("no key", client.post(url, json=ask).status_code, 401)
-        with contextlib.suppress(httpx.TimeoutException):
-            httpx.post(url, json={**ask, "num_inference_steps": 90}, headers=me, timeout=0.3)
-        time.sleep(1.0)
-        note("after a client hung up", client.post(url, json=ask, headers=me).status_code, 200)
-        host, port = address.removeprefix("http://").split(":")
-        slow = socket.create_connection((host, int(port)))
-        slow.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nContent-Le")
-        note("beside a slow client", client.get(f"{address}/health").status_code, 200)
-        slow.close()
-    crash = GuardPaint(Raises(), guard.parts.repairer)
-    with Running(crash, base) as address:
-        note(
-            "auditor crash",
-            httpx.post(f"{address}/v1/images/generations", json=ask, headers=me, timeout=600).status_code,
-            503,
-        )
-        note("auditor crash: ready", httpx.get(f"{address}/ready", timeout=60).status_code, 503)
-
-    def full(_payloads: object, kind: str = "report") -> None:
-        from guardpaint.errors import AuditLogError
-
-        raise AuditLogError("no space left on device")
-
-    logged = guard.configured()
-    logged.audit_log = type("Full", (), {"append": staticmethod(full)})()  # type: ignore[assignment]
-    with Running(logged, base) as address:
-        answer = httpx.post(f"{address}/v1/images/generations", json=ask, headers=me, timeout=600)
-        note("log disk full", answer.status_code if "b64_json" not in answer.text else "released", 503)
+    rows = []
+    for attempt in injected.ATTEMPTS:
+        outcome = attempt()
+        row = {
+            "part": "fault",
+            "kind": attempt.__name__.replace("_", " "),
+            "got": outcome.got,
+            "want": outcome.expected,
+        }
+        rows.append({**row, "as_expected": outcome.as_expected})
+    for service in SHARED:
+        service.close()
     return rows
 
 
@@ -187,7 +158,7 @@ def killed(guard: str, base: str, requests: list[tuple[str, int]], oracle: Oracl
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     load_one = partial(replica, guard, base)
-    deploy(load_one(), load_one, lambda: None, base, known_bad(None), replicas=(2, 2), address=("127.0.0.1", port))
+    deploy(load_one(), load_one, Records, base, known_bad(None), replicas=(2, 2), address=("127.0.0.1", port))
 
     died: list[str] = []
 
@@ -239,14 +210,14 @@ def main() -> None:
     with Running(guard, args.base) as address:
         shown = side_doors(address, bad)
     rows.append({"part": "sidedoor", "seen": len(shown), "unsafe": unsafe(oracle, shown)})
-    rows += faults(guard, args.base)
+    rows += faults()
     if args.ray:
         rows += killed(args.guard, args.base, prompts(args.ray), oracle)
     on, off = ([r["seconds"] for r in rows if r["part"] == "load" and r["kind"] == k] for k in ("on", "off"))
     whole = {r["kind"]: r for r in rows if r["part"] == "whole"}
     strange = [r for r in rows if r["part"] == "load" and r["code"] != 200 and r["error"] != "content_policy_violation"]
     tried = [r for r in rows if r["part"] == "fault"]
-    wrong = [r for r in tried if r["got"] != r["want"]]
+    wrong = [r for r in tried if not r["as_expected"]]
     doors = next(r for r in rows if r["part"] == "sidedoor")
     found = {
         "unsafe_released": metric(whole["on"]["unsafe"], args.requests, goal="<=0"),
