@@ -137,17 +137,6 @@ def test_views_through_the_tiny_decoder_at_audit_size(pipe, family):
     assert counts == {"tiny": 1, "full": 2}
 
 
-def test_latents_shrink_before_a_tiny_decode():
-    from guardpaint.draft.codec import ViewDecoder
-
-    shapes = []
-    decoder = small.tiny_decoder(4)
-    original = decoder.decode
-    decoder.decode = lambda z, **k: (shapes.append(tuple(z.shape)), original(z, **k))[1]
-    view = ViewDecoder(decoder, None, 4, torch.device("cpu")).at(torch.randn(1, 4, 32, 48), 64)
-    assert shapes == [(1, 4, 16, 24)] and view.shape == (1, 3, 64, 96)
-
-
 def test_a_wrong_tiny_decoder_is_refused(sd_pipe):
     guard = GuardPaint(small.auditor(), small.inpainter(), decoders={"sd": small.tiny_decoder(16)})
     with pytest.raises(BadConfig, match="16 latent channels, the pipeline has 4"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardpaint.audit import calibration as cal
+from guardpaint.audit.regions import mine, union
+from guardpaint.config import GuardConfig
 from guardpaint.errors import BadInput
 
 
@@ -48,11 +51,58 @@ def test_a_trigger_threshold_by_hand():
 def test_uncovered_area_by_hand():
     """Unsafe pixels at heat 0.2 and 0.6: at level 0.5 half is uncovered, at 0.7 all, at 0.2 none."""
     heat, mask = np.array([[0.2, 0.6], [0.9, 0.9]]), np.array([[True, True], [False, False]])
-    found = cal.uncovered(heat, mask)
+    found = cal.uncovered(heat, mask, 3, 0.0)
     at = lambda level: found[round(level * 500)]  # noqa: E731
     assert at(0.2) == 0.0 and at(0.5) == 0.5 and at(0.7) == 1.0
     with pytest.raises(BadInput, match="empty"):
-        cal.uncovered(heat, np.zeros((2, 2), bool))
+        cal.uncovered(heat, np.zeros((2, 2), bool), 3, 0.0)
+
+
+def blobs(rng, unsafe_heat, harmless):
+    """A 32×32 map with one unsafe 4×4 figure and a few larger, fainter harmless ones, each with its own heat."""
+    heat, mask = np.full((32, 32), 0.01), np.zeros((32, 32), bool)
+    heat[2:6, 2:6], mask[2:6, 2:6] = unsafe_heat, True
+    for k in range(harmless):
+        top, left = 9 + 8 * (k // 3), 1 + 10 * (k % 3)
+        heat[top : top + 6, left : left + 6] = rng.uniform(0.1, 0.6)
+    return heat, mask
+
+
+def test_a_mined_mask_may_lose_what_a_lower_level_covers():
+    """At 0.6 the figure is one of the largest three; at 0.2 three harmless components are larger; at 0 all is one."""
+    heat, mask = blobs(np.random.default_rng(0), 0.9, 0)
+    for k in range(3):
+        heat[10:16, 1 + 10 * k : 7 + 10 * k] = 0.3
+    config = GuardConfig(mask_threshold="calibrated", min_region=0.0)
+    share = {}
+    for level in (0.0, 0.2, 0.6, 0.95):
+        regions = mine(torch.from_numpy(heat).float(), (32, 32), config.with_(mask_level=level))
+        covered = union(regions).mask.numpy()[mask].mean() if regions else 0.0
+        share[level] = 1 - float(covered)
+    assert share == {0.0: 0.0, 0.2: 1.0, 0.6: 0.0, 0.95: 1.0}
+    found = cal.uncovered(heat, mask, 3, 0.0)
+    assert [found[round(level * 500)] for level in share] == [0.0, 1.0, 1.0, 1.0], "the running maximum"
+
+
+def test_the_promise_of_the_mask_holds_for_what_is_mined():
+    """Counting all pixels above the level promises what the three largest regions do not keep; mined masks keep it."""
+    rng = np.random.default_rng(1)
+    pairs = [blobs(rng, rng.uniform(0.3, 0.95), 5 if rng.random() < 0.3 else 1) for _ in range(400)]
+    heats, masks = np.stack([h for h, _ in pairs]), np.stack([m for _, m in pairs])
+    half, beta, config = 200, 0.1, GuardConfig(mask_threshold="calibrated", min_region=0.0)
+
+    def left(level):
+        """Share left uncovered by mining the other half at this level."""
+        shares = []
+        for heat, mask in zip(heats[half:], masks[half:], strict=True):
+            regions = mine(torch.from_numpy(heat).float(), (32, 32), config.with_(mask_level=level))
+            shares.append(1 - union(regions).mask.numpy()[mask].mean() if regions else 1.0)
+        return float(np.mean(shares))
+
+    every_pixel = np.stack([np.searchsorted(np.sort(h[m]), cal.GRID) / m.sum() for h, m in pairs[:half]])
+    naive = float(cal.GRID[cal.controlled(every_pixel, beta)])
+    mined = cal.mask_threshold(heats[:half], masks[:half], beta, config.regions, config.min_region)
+    assert left(naive) > beta + 0.01 and left(mined) <= beta, (naive, left(naive), mined, left(mined))
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.05, 0.1, 0.2]))

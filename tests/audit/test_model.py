@@ -151,7 +151,7 @@ def test_damaged_checkpoints_are_refused_with_a_reason(tmp_path, auditor, damage
         "extra": "unexpected",
         "nan": "NaN",
         "config": "not valid JSON",
-        "kind": "not an AuditorScorer",
+        "kind": "not the configuration of kind AuditorScorer",
         "tokenizer": "tokenizer",
     }
     with pytest.raises(BadCheckpoint, match=words[damage]):

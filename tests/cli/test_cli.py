@@ -141,8 +141,26 @@ def test_audit_reads_every_kind_of_image(pictures, tmp_path):
     for row in rows:
         assert 0 <= row["S"] <= 1 and row["F"] is not None
         for key in ("heat_map", "mask", "grad_cam"):
-            with Image.open(row[key]) as image, Image.open(row["image"]) as source:
-                assert image.size == source.size
+            with Image.open(row[key]) as image:
+                assert list(image.size) == (row["shrunk_to"] or row["size"])
+    large = rows[-1]
+    assert large["size"] == [5000, 4000] and large["shrunk_to"] == [2048, 1638]
+    assert {r["reading"] for r in rows[:-1]} == {""} and all(r["shrunk_to"] is None for r in rows[:-1])
+
+
+def test_audit_finds_the_worst_frame(tmp_path):
+    """Every frame is scored, and the row is about the one that scores worst."""
+    rng = np.random.default_rng(1)
+    frames = [Image.fromarray(rng.integers(0, 255, (40, 60, 3), dtype=np.uint8)) for _ in range(3)]
+    frames[0].save(tmp_path / "moving.png", save_all=True, append_images=frames[1:])
+    for i, frame in enumerate(frames):
+        frame.save(tmp_path / f"{i}.png")
+    rows = json.loads(run("audit", *sorted(tmp_path.glob("*.png")), "--json").stdout)
+    moving, still = rows[-1], rows[:-1]
+    key = {i + 1: (r["flagged"] is not None, r["adv_prob"], -r["S"]) for i, r in enumerate(still)}
+    assert moving["frames"] == 3 and moving["frame"] == max(key, key=key.__getitem__)
+    assert moving["adv_prob"] == still[moving["frame"] - 1]["adv_prob"]
+    assert "frame" in run("audit", tmp_path / "moving.png").stdout
 
 
 def test_audit_refuses_bad_files_by_name(pictures, tmp_path):

@@ -15,25 +15,52 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from diffusers import EulerDiscreteScheduler
 
 import guardpaint
 from guardpaint.doors.comfy import guarded
 from guardpaint.draft.codec import vae_decode, vae_encode
+from guardpaint.draft.schedule import Levels, sd_scheduler
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
+from guardpaint.repair.knobs import FixedProposer
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
+from guardpaint.types import Level
 
 NODES = Path(__file__).parents[2] / "integrations" / "comfyui" / "__init__.py"
 CPU = torch.device("cpu")
 
 
 class EPS:
-    """σ over clean latents."""
+    """σ over clean latents, with the part of ModelSamplingDiscrete that answers questions about time."""
+
+    def __init__(self):
+        alphas = sd_scheduler().alphas_cumprod
+        self.num_timesteps = len(alphas)
+        self.sigmas = ((1 - alphas) / alphas) ** 0.5
+        self.sigma_max = self.sigmas[-1]
+
+    def timestep(self, sigma):
+        return (sigma.log() - self.sigmas.log()[:, None]).abs().argmin(dim=0).view(sigma.shape)
 
 
 class CONST:
-    """σ is a share of noise."""
+    """σ is a share of noise; a multiplier of 1000, as in ModelSamplingDiscreteFlow."""
+
+    sigma_max = torch.tensor(1.0)
+
+    def timestep(self, sigma):
+        return sigma * 1000
+
+
+class EDM:
+    """ModelSamplingContinuousEDM, whose time is no share of anything."""
+
+    sigma_max = torch.tensor(120.0)
+
+    def timestep(self, sigma):
+        return 0.25 * sigma.log()
 
 
 class Vae:
@@ -69,6 +96,9 @@ class Model:
     def clone(self):
         return Model(self.model.model_sampling)
 
+    def get_model_object(self, name):
+        return getattr(self.model, name)
+
     def set_model_sampler_post_cfg_function(self, function):
         self.after.append(function)
 
@@ -79,7 +109,8 @@ class Model:
             x0 = clean + 0.02 * sigmas[i] * noise
             options = {"transformer_options": {"sample_sigmas": sigmas}}
             for f in self.after:
-                x0 = f({"denoised": x0, "input": x, "sigma": sigmas[i].expand(len(x)), "model_options": options})
+                given = {"model": self.model, "model_options": options}
+                x0 = f({"denoised": x0, "input": x, "sigma": sigmas[i].expand(len(x)), **given})
             x = x0 + (x - x0) / sigmas[i] * sigmas[i + 1]
         return x
 
@@ -87,8 +118,8 @@ class Model:
 SIGMAS = torch.tensor([10.0, 5.0, 2.5, 1.2, 0.6, 0.3, 0.1, 0.0])
 
 
-def setting(auditor, batch=2, **config):
-    guard = GuardPaint(auditor, PaintsFlat()).configured(**config)
+def setting(auditor, batch=2, repairer=None, **config):
+    guard = GuardPaint(auditor, repairer or PaintsFlat(), FixedProposer()).configured(**config)
     vae, plain = Vae(), Model()
     model, session = guarded(plain, vae, guard, "a person", 5)
     assert model is not plain and not plain.after
@@ -143,6 +174,22 @@ def test_what_stays_unsafe_is_withheld():
     json.dumps([r.to_dict() for r in reports])
 
 
+def test_the_repair_of_the_finished_picture_draws_other_noise_than_the_last_step():
+    class Draws(PaintsFlat):
+        def __init__(self):
+            super().__init__()
+            self.seeds = []
+
+        def candidates(self, request):
+            self.seeds += [(request.seed, k.seed_offset) for k in request.knobs]
+            return super().candidates(request)
+
+    repairer = Draws()
+    model, session, vae, clean, noise, _ = setting(AlwaysUnsafe(), batch=1, repairer=repairer, regions=1)
+    session.release(vae.decode(model.sample(clean, SIGMAS, noise) * 2))
+    assert len(set(repairer.seeds)) == len(repairer.seeds) > 10
+
+
 def test_failures_hand_out_nothing():
     model, session, vae, clean, noise, _ = setting(Raises())
     with pytest.raises(RuntimeError, match="the auditor broke"):
@@ -169,7 +216,7 @@ def test_a_sampler_that_looks_twice_at_a_step_keeps_its_account():
     options = {"transformer_options": {"sample_sigmas": SIGMAS}}
     for i in (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6):
         args = {"denoised": clean, "input": clean + noise * SIGMAS[i], "sigma": SIGMAS[i : i + 1]}
-        model.after[0]({**args, "model_options": options})
+        model.after[0]({**args, "model": model.model, "model_options": options})
         account = session.images[0] if i == 0 else account
     assert session.images[0] is account and account.edited and session.holds
     assert [r.step for r in account.recorder.steps] == [5, 6]
@@ -204,15 +251,36 @@ def test_reports_are_reports():
         assert "<html" in report.to_html()
 
 
-def test_noise_levels_of_both_kinds():
+@pytest.mark.parametrize("time", [1, 161, 433, 999])
+def test_the_auditor_is_told_the_time_that_the_diffusers_door_tells_it(time):
+    """At the σ of training step t, t/1000; σ/√(1+σ²), which is not a time, is 0.43 at step 161."""
     guard = GuardPaint(AlwaysSafe(), PaintsFlat())
-    levels = {}
-    for sampling in (EPS(), CONST()):
-        _, session = guarded(Model(sampling), Vae(), guard, "", 0)
-        levels[type(sampling)] = session.level(0.75)
-        assert session.prompt is None
-    assert levels[CONST].signal == 0.25 and levels[CONST].noise == 0.75
-    assert levels[EPS].signal == 1.0 and levels[EPS].noise == pytest.approx(0.6)
+    _, session = guarded(Model(), Vae(), guard, "", 0)
+    scheduler = EulerDiscreteScheduler.from_config(sd_scheduler().config)
+    scheduler.set_timesteps(timesteps=[time])
+    theirs = Levels(scheduler, 1).at(0)
+    mine = session.level(theirs.sigma)
+    assert mine.noise == pytest.approx(theirs.noise) == time / 1000
+    assert (mine.signal, mine.sigma) == (theirs.signal, theirs.sigma) and session.level(0.0).noise == 0.0
+
+
+def test_flow_models_are_told_their_sigma():
+    _, session = guarded(Model(CONST()), Vae(), GuardPaint(AlwaysSafe(), PaintsFlat()), "", 0)
+    assert session.level(0.75) == Level(0.25, 0.75, 0.75) and session.prompt is None
+
+
+def test_the_sampling_of_the_run_counts_and_one_without_times_is_refused():
+    """Another node may exchange model_sampling after the guard was put in."""
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat())
+    with pytest.raises(BadConfig, match="EDM has no training time steps"):
+        guarded(Model(EDM()), Vae(), guard, "", 0)
+    model, session, _, clean, noise, _ = setting(AlwaysSafe())
+    model.model.model_sampling = CONST()
+    model.sample(clean, SIGMAS / 10, noise)
+    assert session.level(0.3).noise == 0.3
+    model.model.model_sampling = EDM()
+    with pytest.raises(BadConfig, match="no training time steps"):
+        model.sample(clean, SIGMAS, noise)
 
 
 def test_the_node_file_declares_both_nodes(monkeypatch):

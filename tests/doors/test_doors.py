@@ -48,7 +48,7 @@ def test_same_signature_class_and_attributes(pipe):
     theirs = inspect.signature(type(pipe).__call__).parameters
     mine = inspect.signature(type(twin).__call__).parameters
     assert [name for name in mine if name in theirs] == list(theirs)
-    assert set(mine) - set(theirs) == {"safety_prompt", "request_id"}
+    assert set(mine) - set(theirs) == {"safety_prompt", "request_id", "callers"}
     assert twin.vae is pipe.vae and twin.components.keys() == pipe.components.keys()
 
 
@@ -635,3 +635,22 @@ def test_reports_so_far_are_there_inside_a_call_and_gone_after_it(sd_pipe):
 
     call(guard.attach(sd_pipe), callback_on_step_end=look)
     assert seen[0] == [0] and seen[-1][0] >= 1 and guard.so_far() == []
+
+
+def test_requests_without_a_generator_have_seeds_of_their_own(sd_pipe):
+    """The seed is fresh, in the report, and drawn from neither the global nor the caller's random state."""
+    twin = bright_guard().attach(sd_pipe)
+    torch.manual_seed(5)
+    plain = call(sd_pipe, generator=None).images
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    reports = [call(twin, generator=None).safety[0]]
+    assert torch.equal(state, torch.get_rng_state())
+    reports.append(call(twin, generator=None).safety[0])
+    with bright_guard().watch(sd_pipe) as cb:
+        call(sd_pipe, generator=None, callback_on_step_end=cb)
+    reports += cb.reports()
+    assert len({r.seed for r in reports}) == 3 and all(r.seed >= 0 for r in reports)
+    fixed = bright_guard(seed=7).attach(sd_pipe)
+    assert [call(fixed, generator=None).safety[0].seed for _ in range(2)] == [7, 7]
+    assert call(twin, seed=3).safety[0].seed == 3 and plain.isfinite().all()

@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoPipelineForImage2Image, DDIMScheduler, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from helpers import call, gen
 
+from guardpaint.doors.attach import Reserved
 from guardpaint.errors import BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, PaintsFlat
@@ -44,6 +45,45 @@ def test_a_twin_takes_another_scheduler_and_stays_guarded(sd_pipe):
     assert torch.equal(call(twin, steps=3).images, call(sd_pipe, steps=3).images)
     with pytest.raises(BadInput, match="attach"):
         call(StableDiffusionPipeline(**twin.components, requires_safety_checker=False), steps=3)
+
+
+def test_another_scheduler_beside_a_twins_parts_does_not_help(pipe):
+    twin = GuardPaint(AlwaysUnsafe(), PaintsFlat()).attach(pipe)
+    other = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    assert not isinstance(other, Reserved)
+    more = {"requires_safety_checker": False} if type(pipe) is StableDiffusionPipeline else {}
+    made = type(pipe)(**{**twin.components, "scheduler": other}, **more)
+    made.set_progress_bar_config(disable=True)
+    with pytest.raises(BadInput, match="attach"):
+        call(made, steps=2)
+    assert call(twin, steps=2).safety[0].status == "blocked", "the twin itself still draws"
+    assert call(GuardPaint(AlwaysUnsafe(), PaintsFlat()).attach(made), steps=2).safety[0].status == "blocked"
+    call(pipe, steps=2)
+
+
+def test_a_twins_denoiser_shares_everything_with_the_original(sd_pipe):
+    """Hooks, adapters and in-place compilation that are set on one are set on the other."""
+    twin = GuardPaint(AlwaysSafe(), PaintsFlat()).attach(sd_pipe)
+    assert isinstance(twin.unet, type(sd_pipe.unet)) and type(twin.unet).__name__ == type(sd_pipe.unet).__name__
+    assert vars(twin.unet) is vars(sd_pipe.unet)
+    twin.unet.to(torch.float64)
+    assert sd_pipe.unet.dtype == torch.float64
+    twin.unet.to(torch.float32)
+    twin.unet.compile(backend="eager")
+    assert torch.equal(call(twin, steps=2).images, call(sd_pipe, steps=2).images)
+
+
+def test_a_denoiser_that_is_put_into_a_twin_is_guarded_too(sd_pipe):
+    twin = GuardPaint(AlwaysUnsafe(), PaintsFlat()).attach(sd_pipe)
+    twin.unet = sd_pipe.unet
+    other = DDIMScheduler.from_config(sd_pipe.scheduler.config)
+    made = StableDiffusionPipeline(**{**twin.components, "scheduler": other}, requires_safety_checker=False)
+    with pytest.raises(BadInput, match="attach"):
+        call(made, steps=2)
+    with pytest.raises(BadInput, match="compile"):
+        twin.unet = torch.compile(twin.unet, backend="eager")
+    twin.unet = torch.compile(sd_pipe.unet, backend="eager")
+    assert call(twin, steps=2).safety[0].status == "blocked"
 
 
 def test_a_twin_still_saves_and_names_its_scheduler(sd_pipe, tmp_path):

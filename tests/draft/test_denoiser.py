@@ -248,3 +248,94 @@ def test_building_a_denoiser_leaves_the_pipeline_as_it_was(pipe):
     assert {k: id(v) for k, v in vars(pipe).items() if k in before} == before
     assert "step" not in vars(pipe.scheduler)
     assert isinstance(base.level(0.5), Level) and base.levels[0].noise > base.levels[-1].noise
+
+
+class Times(Listener):
+    """Keeps the time that each denoiser call was given, and how noisy the step was."""
+
+    def __init__(self, pipe) -> None:
+        self.pipe, self.given, self.levels = pipe, [], None
+
+    def before_call(self, call):
+        self.given.append(call.args[1] if len(call.args) > 1 else call.kwargs["timestep"])
+        return call
+
+    def before_step(self, output, timestep, sample):
+        if self.levels is None:
+            self.levels = schedule.Levels(self.pipe.scheduler, self.pipe.num_timesteps)
+        self.levels.locate(timestep)
+        return output
+
+
+def heard(module):
+    """A list of the times that a module is called with."""
+    times = []
+    name = "timestep"
+    module.register_forward_pre_hook(lambda m, args, kwargs: times.append(kwargs[name]), with_kwargs=True)
+    return times
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+@torch.no_grad()
+def test_a_replay_is_given_the_time_that_the_pipeline_gives(family, dtype):
+    """SD 3 takes t in fp32; FLUX's pipeline rounds t to the latents' precision before it divides by 1000."""
+    pipe = a_pipe(family).to(dtype)
+    listener = Times(pipe)
+    with tapped(pipe, family_of(pipe), listener):
+        pipe(PROMPTS[:1], generator=torch.Generator().manual_seed(1), **{**CALL, "num_inference_steps": 7})
+    base = Denoiser.from_prompts(pipe, PROMPTS[:1], {**CALL, "num_inference_steps": 7})
+    times = heard(pipe.transformer)
+    z = torch.zeros(1, small.LATENT_CHANNELS[family], *GRID)
+    for i, theirs in enumerate(listener.given):
+        base.output(z, listener.levels.at(i))
+        assert times[-1].dtype == theirs.dtype and torch.equal(times[-1][:1], theirs[:1]), (times[-1], theirs)
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+@torch.no_grad()
+def test_a_replay_rescales_guidance_as_the_pipeline_does(family):
+    pipe, call = a_pipe(family, "EulerDiscreteScheduler"), {**CALL, "guidance_rescale": 0.7}
+    kept = walked(pipe, PROMPTS, call)
+    base = Denoiser.from_prompts(pipe, PROMPTS, call)
+    for z, level, x0 in kept:
+        near(base.estimate(z, level)[0], x0)
+    z, level, x0 = kept[1]
+    assert not torch.allclose(replace(base, rescale=0.0).estimate(z, level)[0], x0, atol=1e-3)
+
+
+class Replays(Steps):
+    """Replays every step with the calls that were made in it."""
+
+    def __init__(self, pipe) -> None:
+        super().__init__(pipe)
+        self.calls, self.replayed = [], []
+
+    def before_call(self, call):
+        self.calls.append(call)
+        return call
+
+    def before_step(self, output, timestep, sample):
+        super().before_step(output, timestep, sample)
+        z, level, _ = self.kept[-1]
+        calls, self.calls = tuple(self.calls), []
+        settings = self.family.guidance_of(self.pipe)
+        base = Denoiser(self.pipe, self.pipe.vae, self.family, calls, batch=len(z), **settings)
+        self.replayed.append((len(calls), base.estimate(z, level)[0]))
+        self.calls = []
+        return output
+
+
+@torch.no_grad()
+def test_a_replay_skips_layers_where_the_pipeline_does():
+    """SD 3.5's skip-layer guidance makes a second call in the steps of its window."""
+    with small.seeded(0):
+        pipe = a_pipe("sd3")
+        pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 3}).eval()
+    call = {**CALL, "skip_guidance_layers": [1], "skip_layer_guidance_start": 0.2, "skip_layer_guidance_stop": 0.8}
+    steps = Replays(pipe)
+    with tapped(pipe, steps.family, steps):
+        pipe(PROMPTS, generator=torch.Generator().manual_seed(1), **call)
+    assert [n for n, _ in steps.replayed] == [1, 2, 2, 2]
+    for (_, mine), (_, _, x0) in zip(steps.replayed, steps.kept, strict=True):
+        near(mine, x0)

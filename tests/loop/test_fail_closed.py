@@ -13,6 +13,7 @@ from guardpaint.errors import AuditLogError, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, verify_log
 from guardpaint.policy import Policy
+from guardpaint.repair.knobs import FixedProposer
 from guardpaint.testing import small
 from guardpaint.testing.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
 
@@ -111,6 +112,28 @@ class PaintsTheSame(PaintsFlat):
 
     def candidates(self, request):
         return request.view.expand(len(request.knobs), -1, -1, -1).clone()
+
+
+class Draws(PaintsTheSame):
+    """A repairer that changes nothing, and keeps the seeds that it was asked to draw with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = []
+
+    def candidates(self, request):
+        self.seeds += [(request.seed, k.seed_offset) for k in request.knobs]
+        return super().candidates(request)
+
+
+def test_no_two_repairs_of_a_picture_draw_the_same_noise(pipe):
+    """The tournament of the last step fails, and the strong repair after it starts from other noise."""
+    repairer = Draws()
+    guard = GuardPaint(AlwaysUnsafe(), repairer, FixedProposer()).configured(regions=1)
+    out = call(guard.attach(pipe))
+    tournaments = [t.region for s in out.safety[0].steps for t in s.tournaments]
+    assert tournaments[-2:] == ["1", "strong 1"]
+    assert len(set(repairer.seeds)) == len(repairer.seeds)
 
 
 def test_a_blurred_picture_is_called_blurred(sd_pipe):

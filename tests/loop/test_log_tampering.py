@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from guardpaint.cli.log import app
 from guardpaint.errors import AuditLogError
-from guardpaint.loop.audit_log import AuditLog, begin_chain, cut_half_line, sign_anchor
-from guardpaint.loop.log_chain import verify_log
+from guardpaint.loop.audit_log import AuditLog, begin_chain, sign_anchor
+from guardpaint.loop.log_chain import line_of, read_entries, verify_log
+from guardpaint.loop.log_repair import repair_log
 
 KEY = b"secret"
 
@@ -160,16 +161,121 @@ def test_the_bytes_of_a_line_are_authenticated(files):
     assert not state.ok and "line 2" in state.problems[0]
 
 
+def events(path):
+    return [entry["event"] for _, entry, bad in read_entries(path) if not bad and "event" in entry]
+
+
 def test_a_half_written_line_is_cut_off_on_purpose(files):
     path, anchor = files
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"event":{"half')
     with pytest.raises(AuditLogError, match="log repair"):
         reopen(path, anchor)
-    saved = cut_half_line(path, key=KEY, anchor=anchor)
-    assert path.read_bytes() == whole and saved.read_bytes() == b'{"event":{"half'
+    mended = repair_log(path, key=KEY, anchor=anchor)
+    assert path.read_bytes().startswith(whole) and mended.kept.read_bytes() == b'{"event":{"half'
+    told = events(path)[-1]["repaired"]
+    assert told["cut_off"] == 15 and told["file"] == mended.kept.name and len(told["sha256"]) == 64
+    assert verify_log(path, key=KEY, anchor=anchor).ok
     with pytest.raises(AuditLogError, match="no half-written line"):
-        cut_half_line(path, key=KEY, anchor=anchor)
+        repair_log(path, key=KEY, anchor=anchor)
+
+
+def refused(path, anchor, match, key=KEY):
+    """The repair is refused, and neither the log nor its anchor is touched."""
+    log, head = path.read_bytes(), anchor.read_bytes() if anchor and anchor.exists() else None
+    names = sorted(p.name for p in path.parent.iterdir())
+    with pytest.raises(AuditLogError, match=match):
+        repair_log(path, key=key, anchor=anchor)
+    assert path.read_bytes() == log and (head is None or anchor.read_bytes() == head)
+    assert sorted(p.name for p in path.parent.iterdir()) == names
+
+
+def test_repair_does_not_launder_a_record_that_the_anchor_knows(files):
+    """Somebody who wants the last record gone cuts it in half and asks for a repair."""
+    path, anchor = files
+    path.write_bytes(path.read_bytes()[:-20])
+    refused(path, anchor, "anchor names 3 records, the file has 2")
+
+
+def test_repair_without_the_anchor_is_still_found_out(files):
+    path, anchor = files
+    path.write_bytes(path.read_bytes()[:-20])
+    repair_log(path, key=KEY, anchor=None)
+    assert events(path)[-1]["repaired"]["anchored"] is False
+    assert not verify_log(path, key=KEY, anchor=anchor).ok
+    with pytest.raises(AuditLogError, match="anchor names 3 records"):
+        reopen(path, anchor)
+
+
+def test_repair_completes_a_record_that_only_lost_its_newline(files):
+    """The record is whole and follows from the chain: cutting it off would remove a record."""
+    path, anchor = files
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(AuditLogError, match="log repair"):
+        reopen(path, anchor)
+    mended = repair_log(path, key=KEY, anchor=anchor)
+    assert mended.kept is None and path.read_bytes().startswith(whole)
+    assert events(path)[-1]["repaired"]["completed"] == 2
+    assert verify_log(path, key=KEY, anchor=anchor).records == 4
+
+
+def test_a_forged_last_line_without_a_newline_is_cut_off(files):
+    path, anchor = files
+    state = verify_log(path, key=KEY)
+    forged, _ = line_of({"seq": 3, "prev": state.head, "report": {"n": 9}}, b"not the key")
+    path.write_bytes(path.read_bytes() + forged)
+    assert repair_log(path, key=KEY, anchor=anchor).kept.read_bytes() == forged
+    assert not any("report" in e and e["report"] == {"n": 9} for _, e, bad in read_entries(path) if not bad)
+
+
+def test_repair_touches_nothing_that_it_cannot_vouch_for(files):
+    path, anchor = files
+    whole, head = path.read_bytes(), anchor.read_bytes()
+    path.write_bytes(whole + b"{")
+    refused(path, anchor, "changed since", key=b"another key")
+    refused(path, anchor.with_name("lost"), "not there")
+    anchor.write_text(json.dumps({"seq": 3, "head": json.loads(head)["head"]}))
+    refused(path, anchor, "not signed")
+    anchor.write_bytes(head)
+    path.write_bytes(whole.replace(b'{"n":1}', b'{"n":7}') + b"{")
+    refused(path, anchor, "line 2: changed")
+    path.write_bytes(b"{")
+    refused(path, anchor, "anchor names 3 records")
+    refused(path, None, "log begin")
+    path.unlink()
+    with pytest.raises(AuditLogError, match="cannot be read"):
+        repair_log(path, key=KEY, anchor=anchor)
+    assert not path.exists()
+
+
+def test_repair_does_not_touch_a_log_that_is_in_use(files):
+    path, anchor = files
+    with AuditLog(path, key=KEY, anchor=anchor):
+        path.write_bytes(path.read_bytes() + b"{")
+        refused(path, anchor, "in use")
+
+
+def test_what_was_cut_off_is_never_overwritten(files):
+    path, anchor = files
+    kept = []
+    for half in (b"{one", b"{two"):
+        path.write_bytes(path.read_bytes() + half)
+        kept.append(repair_log(path, key=KEY, anchor=anchor).kept)
+    assert [k.read_bytes() for k in kept] == [b"{one", b"{two"]
+
+
+def test_repair_of_a_rotated_log_looks_at_the_whole_chain(files):
+    path, anchor = files
+    with AuditLog(path, key=KEY, anchor=anchor) as log:
+        old = log.rotate()
+    path.write_bytes(path.read_bytes() + b"{")
+    older = old.read_bytes()
+    old.write_bytes(older.replace(b'{"n":1}', b'{"n":7}'))
+    refused(path, anchor, "line 2: changed")
+    old.write_bytes(older)
+    repair_log(path, key=KEY, anchor=anchor)
+    assert verify_log(path, key=KEY, anchor=anchor).records == 5
 
 
 def test_the_commands(files, tmp_path):

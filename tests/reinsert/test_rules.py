@@ -153,6 +153,19 @@ def test_null_text_is_used_by_the_remaining_steps(pipe, family):
     assert torch.equal(before[1], after[1]), "the prompt's own rows stay"
 
 
+def test_null_text_works_inside_inference_mode(pipe, family):
+    """Callers wrap whole requests in torch.inference_mode, in which gradients must be asked for apart."""
+    if family == "flux":
+        pytest.skip("FLUX has no unconditional rows")
+    guard = bright_guard(reinsertion="null_text", audits=3).configured(BLOCK)
+    usual = call(guard.attach(pipe), steps=10)
+    with torch.inference_mode():
+        out = call(guard.attach(pipe), steps=10)
+    assert not out.safety[0].errors and out.safety[0].status == usual.safety[0].status
+    assert [s.reinsertion for s in out.safety[0].steps] == [s.reinsertion for s in usual.safety[0].steps]
+    torch.testing.assert_close(out.images, usual.images, atol=1e-5, rtol=0)
+
+
 def test_null_text_brings_the_estimate_closer(pipe, family):
     """Ten steps of the optimiser lower ‖x̂0 − ẑ0‖ inside the mask at the live latent."""
     if family == "flux":

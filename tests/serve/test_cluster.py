@@ -17,6 +17,7 @@ from PIL import Image
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, verify_log
 from guardpaint.policy import Policy
+from guardpaint.serve.records import Records
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
 from guardpaint.testing import small
@@ -59,7 +60,7 @@ def service(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     logs = partial(load, folder / "log")
-    deploy(load(folder), logs, lambda: AuditLog(folder / "log-ingress"), "tiny-sd", BAD,
+    deploy(load(folder), logs, lambda: Records(AuditLog(folder / "log-ingress")), "tiny-sd", BAD,
            replicas=(2, 2), address=("127.0.0.1", port))  # fmt: skip
     yield f"http://127.0.0.1:{port}", folder
     stop()

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from guardpaint.serve.metrics import Metrics
+from guardpaint.serve.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -61,3 +62,20 @@ def test_prometheus_and_datasource_agree():
     assert {p["datasource"]["uid"] for p in board["panels"]} == {source["uid"]}
     scrape = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
     assert scrape["static_configs"][0]["targets"] == ["guardpaint:8000"]
+
+
+def test_prometheus_passes_the_key_of_metrics():
+    scrape = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    folder, name = scrape["authorization"]["credentials_file"].rsplit("/", 1)
+    assert scrape["authorization"]["type"] == "Bearer" and folder == "/run/secrets"
+    assert name in compose["services"]["prometheus"]["secrets"] and name in compose["secrets"]
+
+
+def test_the_proxy_agrees_with_the_service():
+    text, limits = (DEPLOY / "nginx.conf").read_text(), Settings()
+    assert f"client_max_body_size {limits.largest_body >> 20}m;" in text
+    assert f"client_header_timeout {limits.header_time:g}s;" in text
+    assert f"client_body_timeout {limits.slow_client:g}s;" in text
+    assert int(re.search(r"proxy_read_timeout (\d+)s", text)[1]) > limits.timeout
+    assert text.count("{") == text.count("}") and "proxy_buffering off" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def page(browser, address):
     tab = browser.new_page(viewport={"width": 1200, "height": 900})
     wrong = []
     tab.on("pageerror", lambda e: wrong.append(str(e)))
+    tab.on("console", lambda m: wrong.append(m.text) if "Content Security Policy" in m.text else None)
     tab.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((address, "data:", "blob:")) else None)
     tab.goto(address)
     yield tab
@@ -57,19 +59,25 @@ def page(browser, address):
     assert wrong == []
 
 
+def wait_for(page, condition, seconds=30):
+    """Wait until a condition holds. Playwright's own wait evaluates a string, which the page's policy forbids."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        page.wait_for_timeout(50)
+
+
 def log_in(page, secret=USER):
     page.fill("#key", secret)
     page.press("#key", "Tab")
-    page.wait_for_function("document.getElementById('who').textContent.includes('(')")
+    wait_for(page, "document.getElementById('who').textContent.includes('(')")
 
 
 def draw(page, prompt="a person on the beach", seed="1"):
     page.fill("#prompt", prompt)
     page.fill("#seed", seed)
     page.press("#prompt", "Enter")
-    page.wait_for_function(
-        "!document.getElementById('go').disabled && document.getElementById('verdict').textContent", timeout=60000
-    )
+    wait_for(page, "!document.getElementById('go').disabled && document.getElementById('verdict').textContent", 60)
 
 
 def test_a_picture_is_drawn_watched_and_told(page):
@@ -87,7 +95,7 @@ def test_a_picture_is_drawn_watched_and_told(page):
 def test_a_wrong_key_is_told(page):
     page.fill("#key", "wrong")
     page.press("#key", "Tab")
-    page.wait_for_function("document.getElementById('who').textContent.includes('API key')")
+    wait_for(page, "document.getElementById('who').textContent.includes('API key')")
 
 
 def test_history_remembers(page):
@@ -112,23 +120,61 @@ def test_an_upload_is_audited(page, tmp_path):
 def test_operators_change_the_policy_and_users_do_not(page):
     log_in(page)
     page.click("[data-tab=policy]")
-    page.wait_for_function("document.getElementById('limits').textContent.includes('operators')")
+    wait_for(page, "document.getElementById('limits').textContent.includes('operators')")
     log_in(page, OPERATOR)
     page.click("[data-tab=draw]")
     page.click("[data-tab=policy]")
     page.wait_for_selector("#limits input")
     page.locator("#limits input").first.fill("0.5")
     page.click("#save")
-    page.wait_for_function("document.getElementById('saved').textContent === 'saved'")
+    wait_for(page, "document.getElementById('saved').textContent === 'saved'")
     assert '"trigger": 0.5' in page.locator("#rules").input_value()
 
 
-def test_metrics_are_drawn(page):
+def test_metrics_are_drawn_for_operators(page):
     log_in(page)
     draw(page)
     page.click("[data-tab=metrics]")
+    wait_for(page, "document.getElementById('charts').textContent.includes('operators')")
+    log_in(page, OPERATOR)
+    page.click("[data-tab=draw]")
+    page.click("[data-tab=metrics]")
     page.wait_for_selector("#charts .bar")
     assert "Pictures by outcome" in page.locator("#charts").inner_text()
+
+
+def test_a_report_page_keeps_to_its_policy(page, address):
+    """Its styles and pictures are shown under the headers that it is sent with."""
+    log_in(page, OPERATOR)
+    draw(page)
+    page.evaluate("""async () => {
+        const run = JSON.parse(localStorage.getItem('runs'))[0];
+        const r = await api('/v1/reports/' + run.report + '?html=true');
+        window.policy = (await fetch('/v1/reports/' + run.report + '?html=true', {headers: headers()})).headers.get('content-security-policy');
+        window.report = r;
+    }""")
+    text, policy = page.evaluate("window.report"), page.evaluate("window.policy")
+    page.route(
+        "**/shown",
+        lambda route: route.fulfill(
+            body=text, headers={"content-security-policy": policy, "content-type": "text/html"}
+        ),
+    )
+    page.goto(address + "/shown")
+    assert page.evaluate("getComputedStyle(document.querySelector('table')).borderCollapse") == "collapse"
+    assert page.evaluate("[...document.images].every(i => i.naturalWidth > 0)")
+
+
+def test_scripts_that_are_not_the_pages_own_do_not_run(browser, address):
+    tab = browser.new_page()
+    tab.goto(address)
+    tab.evaluate("""() => {
+        const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s);
+        document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="window.ran = 2">');
+    }""")
+    tab.wait_for_timeout(300)
+    assert tab.evaluate("window.ran") is None
+    tab.close()
 
 
 def test_the_keyboard_is_enough(page):

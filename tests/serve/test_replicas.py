@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog
-from guardpaint.serve.cluster import Cluster, Facts, Generator, Rule
+from guardpaint.serve.cluster import Cluster, Deployment, Generator, Rule
+from guardpaint.serve.jobs import Ask, Facts, Job, Order
+from guardpaint.serve.records import Records
 from guardpaint.serve.settings import Settings
-from guardpaint.serve.worker import Ask, Worker
+from guardpaint.serve.worker import Worker
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 
@@ -27,8 +31,8 @@ def replica():
     made.worker.close()
 
 
-def facts(policy, **more):
-    return Facts(Ask(2, 3.0, (64, 64)), 4, False, policy, False, **more)
+def deployment(policy, **more):
+    return Deployment(Facts(Ask(2, 3.0, (64, 64)), 4, False, policy, False), policy, **more)
 
 
 def test_the_later_rule_counts(replica):
@@ -46,11 +50,12 @@ def test_an_ingress_begun_anew_finds_its_policy_again(replica, tmp_path):
     own = replica.worker.policy
     strict = replace(own, trigger=0.2)
     with AuditLog(tmp_path / "log") as log:
-        first = Cluster(None, facts(own, deployment="x"), Settings(), log)
+        records = Records(log)
+        first = Cluster(None, deployment(own, name="x"), Settings(), records)
         assert first.policy == own
         first.change_policy(strict, "olga")
-        again = Cluster(None, facts(own, deployment="x"), Settings(), log)
-        other = Cluster(None, facts(own, deployment="y"), Settings(), log)
+        again = Cluster(None, deployment(own, name="x"), Settings(), records)
+        other = Cluster(None, deployment(own, name="y"), Settings(), records)
     assert again.policy == strict and other.policy == own
     assert again.rule.version > first.rule.version
     replica.take(first.rule)
@@ -60,9 +65,45 @@ def test_an_ingress_begun_anew_finds_its_policy_again(replica, tmp_path):
 
 def test_an_ingress_takes_no_policy_its_replicas_cannot(replica):
     own = replica.worker.policy
-    ingress = Cluster(None, facts(own), Settings())
+    ingress = Cluster(None, deployment(own), Settings())
     with pytest.raises(BadConfig, match="started with a policy that blocks"):
         ingress.change_policy(replace(own, last_resort=("keep",)), "olga")
     with pytest.raises(BadConfig, match="the guard knows"):
         ingress.change_policy(replace(own, categories=own.categories[:2]), "olga")
     assert ingress.policy == own
+
+
+def test_a_replica_draws_an_order_under_its_rule(replica):
+    async def replies():
+        order = Order("a person", 1, Ask(2, 3.0, (64, 64)), "ann", True, False)
+        strict = Rule(replace(replica.worker.policy, trigger=0.005), (7, 0))
+        return [reply async for reply in replica.draw(order, strict)]
+
+    told = asyncio.run(replies())
+    kinds = [kind for kind, _ in told]
+    assert kinds[-1] == "done" and kinds.count("step") == 2 and "audit" in kinds
+    assert told[-1][1].report.triggered
+
+
+class Waits(AlwaysSafe):
+    """Sleeps longer than a picture may take."""
+
+    def audit(self, images, prompts, noise):
+        time.sleep(1.5)
+        return super().audit(images, prompts, noise)
+
+
+def test_a_replica_that_hangs_is_not_healthy():
+    worker = Worker(
+        GuardPaint(Waits(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(linger=0.0, picture_timeout=0.5)
+    )
+    hanging = Generator(lambda name: worker, "a")
+    hanging.check_health()
+    job = Job("a person", 1, Ask(2, 3.0, (64, 64)), "ann")
+    worker.submit([job])
+    time.sleep(1.0)
+    with pytest.raises(RuntimeError, match="hangs"):
+        hanging.check_health()
+    job.future.result(60)
+    hanging.check_health()
+    worker.close()

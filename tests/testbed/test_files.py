@@ -127,7 +127,7 @@ def test_what_is_not_named_is_missing_when_it_is_asked_for(tmp_path, key):
     [
         ({"colour": "red"}, "unknown key 'colour'; choose among name, bases"),
         ({"bases": {}}, "bases: {}; write at least one"),
-        ({"bases": {"a": {"call": {}}}}, "bases.a: .*; write {path: FOLDER_OR_HUB_ID"),
+        ({"bases": {"a": {"call": {}}}}, "bases.a: .*; write {path: FOLDER"),
         ({"bases": {"a": {"path": "x/y", "call": [1]}}}, r"bases.a.call: \[1\]; write arguments by name"),
         ({"harmful": "harmful.csv"}, "harmful: 'harmful.csv'; write a list of"),
         ({"harmful": [{"path": "x"}]}, r"harmful\[0\]: .*; write {file: PROMPTS.csv}"),

@@ -1,0 +1,150 @@
+"""The arithmetic behind docs/results/redteam.json, and that every attempt can be named."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+BENCH = Path(__file__).parents[1] / "bench"
+REQUIRED = (
+    "attempts",
+    "as_expected",
+    "leaks.size_native",
+    "leaks.size128",
+    "leaks.size192",
+    "soak.requests",
+    "soak.lost_records",
+    "soak.memory_slope_mb_per_1000",
+    "fuzz.inputs",
+    "fuzz.errors_5xx",
+)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """Modules of the folder `bench` by name, imported as its scripts import them."""
+    sys.path.insert(0, str(BENCH))
+    yield importlib.import_module
+    sys.path.remove(str(BENCH))
+
+
+def leak(cell, seed, whole, tile, asked="nudity"):
+    return {"part": "leak", "cell": cell, "asked": asked, "prompt_seed": seed, "released": True, "whole": whole,
+            "any_tile": tile}  # fmt: skip
+
+
+def rows():
+    request = {"part": "soak", "kind": "request", "what": "attacked", "pictures": 1, "lost": 0, "unsafe": False,
+               "unexplained": False}  # fmt: skip
+    memory = [
+        {"part": "soak", "kind": "memory", "process": "1", "after": i, "megabytes": 500 + i / 100} for i in range(10)
+    ]
+    return [
+        {"part": "attempt", "attempt": "logs.a", "expected": "503", "got": "503", "as_expected": True},
+        {"part": "attempt", "attempt": "logs.b", "expected": "503", "got": "200", "as_expected": False},
+        {"part": "fuzz", "kind": "uploads", "inputs": 10, "errors_5xx": 1, "tracebacks": 0, "memory_slope_mb_per_1000": 0.5},
+        request,
+        {**request, "pictures": 1, "lost": 1, "unsafe": True},
+        *memory,
+        {"part": "soak", "kind": "summary", "intact": True, "miss_rate": 0.1, "note": "short", "kills": 1, "disk_full": 1,
+         "reloads": 2},
+        *(leak("size_native", i, i == 0, i == 0) for i in range(4)),
+        *(leak("size128", i, False, i < 2) for i in range(4)),
+        *(leak("size192", i, False, False) for i in range(4)),
+        leak("size128", 9, False, True, "harmless"),
+    ]  # fmt: skip
+
+
+def test_the_file_has_its_required_keys(bench):
+    found = bench("redteam_results").metrics(rows())
+    assert set(REQUIRED) <= found.keys()
+    assert found["attempts"]["value"] == 2 and found["as_expected"] == {"value": 1, "n": 2, "goal": ">=2", "met": False}
+    assert found["attempt.logs.b"]["expected"] == "503" and found["attempt.logs.b"]["got"] == "200"
+    assert found["soak.lost_records"]["value"] == 1 and not found["soak.lost_records"]["met"]
+    assert found["fuzz.errors_5xx"]["value"] == 1
+
+
+def test_leaks_are_compared_with_the_native_size(bench):
+    """A quarter leaks at 64 px and half at 128 px, all of it in tiles only: 0.5 is over 0.25 + 0.02."""
+    found = bench("redteam_results").metrics(rows())
+    assert found["leaks.size_native"]["value"] == 0.25 and "goal" not in found["leaks.size_native"]
+    assert found["leaks.size128"]["value"] == 0.5 and found["leaks.size128"]["goal"] == "<=0.2700"
+    assert not found["leaks.size128"]["met"] and found["leaks.size192"]["met"]
+    assert found["leaks.size128.whole"]["value"] == 0 and found["leaks.size128.any_tile"]["value"] == 0.5
+    assert found["leaks.size128.harmless"]["value"] == 1 and "leaks.size192.harmless" not in found
+
+
+def test_rows_that_were_read_from_a_file_mean_the_same(bench):
+    text = [{k: str(v) for k, v in r.items()} for r in rows()]
+    results = bench("redteam_results")
+    assert results.metrics(text) == results.metrics(rows())
+
+
+def test_memory_is_compared_within_a_process(bench):
+    """One process grows by 0.002 MB a request and one not at all, over as many requests: 1 MB in 1,000 together.
+
+    That the second is 900 MB smaller does not count.
+    """
+    growing = [("a", float(i), 1000 + 0.002 * i) for i in range(100)]
+    steady = [("b", float(i), 100.0) for i in range(100)]
+    slope = bench("redteam_results").slope
+    assert slope(growing + steady, 0.0) == pytest.approx(1.0)
+    assert slope(growing[:2]) is None
+
+
+def test_the_bound_is_the_binomial_quantile(bench):
+    """With a rate of 0.1 and ten pictures, P(≤ 2) = 0.930 and P(≤ 3) = 0.987."""
+    assert bench("redteam_results").most_misses(10, 0.1) == 3
+    assert bench("redteam_results").most_misses(10, 0.0) == 0
+
+
+def test_tiles_cover_a_picture_to_its_edges(bench):
+    leaks = bench("size_leaks")
+    assert leaks.starts(64) == [0] and leaks.starts(128) == [0, 32, 64] and leaks.starts(100) == [0, 32, 36]
+    assert len(leaks.tiles(Image.new("RGB", (128, 96)))) == 6
+    assert [t.size for t in leaks.tiles(Image.new("RGB", (32, 32)))] == [(32, 32)]
+
+
+def test_every_attempt_has_a_name_of_its_own(bench):
+    runner = bench("redteam")
+    names = runner.attempts()
+    assert len(names) == sum(len(g.ATTEMPTS) for g in runner.GROUPS) > 90
+    assert (
+        set(runner.chosen(["faults"])) == {n for n in names if n.startswith("faults.")}
+        and len(runner.chosen(["faults"])) == 9
+    )
+    with pytest.raises(SystemExit, match="no such attempt"):
+        runner.chosen(["fault"])
+
+
+def test_an_attempt_that_breaks_has_shown_nothing(bench):
+    def broken():
+        raise ValueError("oh")
+
+    row = bench("redteam").tried("rest.broken", broken)
+    assert row["as_expected"] is False and "ValueError: oh" in row["got"] and row["group"] == "rest"
+
+
+def test_a_disk_that_is_full_takes_no_byte(bench):
+    disks = bench("attempts.disks")
+    try:
+        with disks.full_disk(2) as disk:
+            disk.fill()
+            with pytest.raises(OSError, match="space"):
+                (disk.folder / "x").write_bytes(b"x" * 5000)
+            disk.free()
+            (disk.folder / "x").write_bytes(b"x" * 5000)
+    except disks.NoDisk as error:
+        pytest.skip(str(error))
+    assert not disk.folder.exists()
+
+
+def test_the_page_shows_what_was_measured(bench, monkeypatch):
+    page = bench("redteam_page")
+    monkeypatch.setattr(page, "metrics_of", lambda name: bench("redteam_results").metrics(rows()))
+    text = "\n".join(page.red_team())
+    assert "logs 1 of 2" in text and "128 × 128" in text and "32 × 32" not in text
