@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+os.environ["OMP_NUM_THREADS"] = "1"  # a process started by a test adds up sums in the same order as this one
 install_import_hook(["guardpaint", "paperdolls"], "typecheck.checked")
 
 import torch  # noqa: E402
