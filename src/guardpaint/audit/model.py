@@ -155,6 +155,7 @@ def pooled(maps: Float[Tensor, "*n u v"], how: str) -> Float[Tensor, "*n"]:
 class AuditorScorer(nn.Module):
     """Trigger, localise and score. Implements the `Auditor` protocol."""
 
+    absent: frozenset[str] = frozenset()
     f_slope: Tensor
     f_offset: Tensor
     mean: Tensor

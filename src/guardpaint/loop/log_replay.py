@@ -33,10 +33,10 @@ def differences(report: JsonDict) -> list[str]:
                     if c["utility"] or c["gates"]:
                         problems.append(f"{where}: candidate {i} has no scores, but a utility or gates")
                     continue
-                passed = [g.passed for g in gates(s["S"], t["control"]["S"], s["F"], s["P"], rules)]
+                passed = [g.passed for g in gates(s["S"], t["control"]["S"], s.get("F"), s.get("P"), rules)]
                 if passed != [g["passed"] for g in c["gates"]]:
                     problems.append(f"{where}: the gates of candidate {i} do not follow from its scores")
-                u = utility(s["S"], t["control"]["S"], s["F"], s["P"], s["B"], s["Q"], rules)
+                u = utility(s["S"], t["control"]["S"], s.get("F"), s.get("P"), s.get("B"), s["Q"], rules)
                 utilities.append(u)
                 if abs(u - c["utility"]) > TOLERANCE:
                     problems.append(f"{where}: candidate {i} has utility {c['utility']}, scores give {u}")

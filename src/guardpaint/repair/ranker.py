@@ -19,6 +19,7 @@ FEATURES = 16
 
 
 def scores(audit: Audit) -> list[float]:
+    assert audit.quality is not None and audit.suppression is not None  # a guard with a ranker has all scores
     return [audit.safety, audit.faithfulness or 0.0, audit.quality, audit.suppression, 1 - audit.adv_prob]
 
 
