@@ -34,7 +34,7 @@ from guardpaint.loop.audit_log import RecordWriter
 from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
-from guardpaint.policy import Policy
+from guardpaint.policy import Finding, Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer, checked_knobs
 from guardpaint.repair.native import NativeRepairer
@@ -44,7 +44,7 @@ from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import resolve
 from guardpaint.store.manifest import MANIFEST, VERSION, Manifest, read_manifest
-from guardpaint.types import Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.types import SAFE, Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 from guardpaint.verify.weak import WeakSetting, weak_settings
@@ -74,6 +74,7 @@ class GuardPaint:
         repairer: Repairer,
         proposer: Proposer | None = None,
         *,
+        approver: Approver | None = None,
         policy: Policy | None = None,
         config: GuardConfig | None = None,
         seam: SeamMetric | None = None,
@@ -83,17 +84,15 @@ class GuardPaint:
         audit_log: RecordWriter | None = None,
     ) -> None:
         policy = policy or Policy.default()
-        if tuple(auditor.categories) != policy.names:
-            raise BadConfig(
-                f"the auditor knows {list(auditor.categories)} but policy {policy.name!r} names "
-                f"{list(policy.names)}; they must be the same, in the same order"
-            )
+        check_categories(auditor, approver, policy)
         if seam is None:
             seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
         config = config or GuardConfig()
         if config.keep and ranker is None:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
-        self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config, ranker)
+        proposer = proposer or UniformProposer()
+        check_scores(auditor, proposer, ranker)
+        self.parts = Parts(auditor, repairer, proposer, seam, policy, config, ranker, approver)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
             raise BadConfig(
@@ -124,6 +123,7 @@ class GuardPaint:
             self.parts.auditor,
             self.parts.repairer,
             self.parts.proposer,
+            approver=self.parts.approver,
             policy=policy or self.parts.policy,
             config=self.config.with_(**changes),
             seam=self.parts.seam,
@@ -288,6 +288,13 @@ class GuardPaint:
         whole = look(view.at(self.parts.fine_size)[None])[0]
         return self.parts.with_tiles(whole, view.native, view.size, look)
 
+    def finding(self, image: Float[Tensor, "3 h w"], audit: Audit, prompt: str | None = None) -> Finding | None:
+        """Why a finished picture must not be released: the auditor's finding, or else the approver's."""
+        found = self.parts.finding(audit, 1.0)
+        if found is not None or self.parts.approver is None:
+            return found
+        return self.parts.approval(image, prompt, edited=False)[1]
+
     def weak_settings(self) -> list[WeakSetting]:
         """The settings of this guard that open a door, each with what it lets through; empty for a sound guard."""
         return weak_settings(self.policy, self.config)
@@ -295,7 +302,7 @@ class GuardPaint:
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of the weights of each component that is used; computed once."""
         if not self._weights:
-            for name in ("auditor", "proposer", *(("ranker",) if self.config.keep else ())):
+            for name in ("auditor", "approver", "proposer", *(("ranker",) if self.config.keep else ())):
                 part = getattr(self.parts, name)
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)
@@ -397,6 +404,40 @@ class GuardPaint:
             decoders=decoders,
             readouts=readouts,
             audit_log=audit_log,
+        )
+
+
+def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:
+    """Raise BadConfig if a part tells categories that the policy does not name, or none tells one that it names."""
+    for who, part in (("auditor", auditor), ("approver", approver)):
+        if part is None:
+            continue
+        unknown = [c for c in part.categories if c not in policy.names]
+        if unknown or SAFE not in part.categories:
+            raise BadConfig(
+                f"the {who} knows {list(part.categories)} but policy {policy.name!r} names {list(policy.names)}; "
+                "map its labels to the policy's categories, or use a policy with its own"
+            )
+    known = {*auditor.categories, *(() if approver is None else approver.categories)}
+    blind = [c.name for c in policy.categories if c.name not in known and not c.uncovered]
+    if blind:
+        raise BadConfig(
+            f"neither auditor nor approver can tell {', '.join(blind)}, which policy {policy.name!r} names; add a part "
+            "that can, or write `uncovered: accepted` under the category in the policy file"
+        )
+
+
+def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) -> None:
+    """Raise BadConfig if a trained part needs scores or embeddings that the auditor does not give."""
+    unknown = sorted(auditor.absent - {"F", "P", "B"})
+    if unknown:
+        raise BadConfig(f"the auditor declares {', '.join(unknown)} absent; only F, P and B can be")
+    if auditor.absent and ranker is not None:
+        raise BadConfig(f"the ranker needs F, P and B; this auditor gives no {', '.join(sorted(auditor.absent))}")
+    if isinstance(proposer, TournamentProposer) and not isinstance(auditor, AuditorScorer):
+        raise BadConfig(
+            f"the learned proposer needs the embeddings of an AuditorScorer, not of {type(auditor).__name__}; leave "
+            "the proposer out, or train one with this auditor"
         )
 
 
