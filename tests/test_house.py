@@ -32,6 +32,7 @@ ORDER = (
     "reinsert",
     "loop",
     "doors",
+    "kinds",
     "guard",
     "testing",
     "bases",

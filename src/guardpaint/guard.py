@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import threading
 import uuid
 import warnings
@@ -30,26 +29,28 @@ from guardpaint.draft.loading import load_tiny
 from guardpaint.draft.readouts import CARD, Readouts
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.loop.audit_log import RecordWriter
 from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.inpainter import Inpainter
-from guardpaint.repair.knobs import FixedProposer, UniformProposer, checked_knobs
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import resolve
-from guardpaint.store.manifest import MANIFEST, VERSION, Manifest, read_manifest
+from guardpaint.store.manifest import MANIFEST, ROLES, VERSION, Manifest, read_manifest
 from guardpaint.types import SAFE, Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 
 REMEMBERED = 256
+WITHOUT_WEIGHTS = (NativeRepairer, UniformProposer, FixedProposer)
 
 
 class ThreadCalls(threading.local):
@@ -302,12 +303,14 @@ class GuardPaint:
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of the weights of each component that is used; computed once."""
         if not self._weights:
-            for name in ("auditor", "approver", "proposer", *(("ranker",) if self.config.keep else ())):
+            for name in ("auditor", "approver", "proposer", "repairer", *(("ranker",) if self.config.keep else ())):
                 part = getattr(self.parts, name)
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)
-            if isinstance(self.parts.repairer, Inpainter):
-                self._weights["repairer"] = fingerprint(self.parts.repairer.pipe.unet)
+                elif isinstance(part, Inpainter):
+                    self._weights[name] = fingerprint(part.pipe.unet)
+                elif isinstance(part, SavedPart) and not isinstance(part, WITHOUT_WEIGHTS):
+                    self._weights[name] = part.digest()
         return self._weights
 
     def to(self, device: str | torch.device) -> GuardPaint:
@@ -326,38 +329,30 @@ class GuardPaint:
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write guardpaint.json, policy.yaml and one folder per component; guardpaint.json is written last."""
         directory = Path(directory)
-        auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
-        if not isinstance(auditor, AuditorScorer):
-            raise BadConfig(f"{type(auditor).__name__} is not an AuditorScorer and cannot be saved here")
-        manifest: JsonDict = {
-            "version": VERSION,
-            "config": self.config.to_dict(),
-            "decoders": sorted(self.decoders),
-            "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
-        }
-        auditor.save_pretrained(directory / "auditor", dtype)
-        manifest["repairer"] = repairer.name
-        if isinstance(repairer, Inpainter):
-            repairer.save_pretrained(directory / "repairer")
-        elif not isinstance(repairer, NativeRepairer):
-            raise BadConfig(f"repairer {repairer.name!r} cannot be saved; known: inpainter, native")
-        manifest["proposer"] = proposer.name
-        if isinstance(proposer, TournamentProposer):
-            proposer.save_pretrained(directory / "proposer", dtype)
-        elif isinstance(proposer, FixedProposer):
-            manifest["knobs"] = proposer.knobs.as_dict()
-        elif not isinstance(proposer, UniformProposer):
-            raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
-        manifest["ranker"] = self.parts.ranker is not None
-        if self.parts.ranker is not None:
-            self.parts.ranker.save_pretrained(directory / "ranker", dtype)
+        parts = self.chosen_parts()
+        for role, part in parts.items():
+            kind_of(role, part)  # before anything is written
+        entries = {role: save_part(role, part, directory, dtype).to_dict() for role, part in parts.items()}
         for name, decoder in self.decoders.items():
             decoder.save_pretrained(directory / "decoders" / name)
         for name, own in self.exits.items():
             if own.known is not None:
                 own.known.save(directory / "decoders" / name)
         write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
+        manifest: JsonDict = {
+            "version": VERSION,
+            "config": self.config.to_dict(),
+            "parts": entries,
+            "decoders": sorted(self.decoders),
+            "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
+        }
         write_json(directory / MANIFEST, manifest)
+
+    def chosen_parts(self) -> dict[str, Any]:
+        """The parts by role, without those that a guard has by itself."""
+        found = {role: getattr(self.parts, role) for role in ROLES}
+        own_seam = isinstance(self.parts.seam, BackboneSeam) and self.parts.seam.auditor is self.parts.auditor
+        return {role: part for role, part in found.items() if part is not None and not (role == "seam" and own_seam)}
 
     @classmethod
     def embedded(cls, **changes: Any) -> GuardPaint:
@@ -389,22 +384,13 @@ class GuardPaint:
             except Exception as error:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
         readouts = load_readouts(directory / "decoders", decoders, manifest.readouts)
-        auditor = AuditorScorer.from_pretrained(directory / "auditor")
-        calibration = config.calibration
-        if calibration is not None and calibration.auditor not in ("", auditor.identity()):
+        parts = {role: load_part(role, entry, directory) for role, entry in manifest.parts.items()}
+        auditor, calibration = parts["auditor"], config.calibration
+        if calibration is not None and calibration.auditor not in ("", auditor.digest()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
-        return cls(
-            auditor,
-            load_repairer(manifest.repairer, directory),
-            load_proposer(manifest.proposer, directory, manifest.knobs),
-            policy=policy,
-            config=config,
-            seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
-            ranker=Ranker.from_pretrained(directory / "ranker") if manifest.ranker else None,
-            decoders=decoders,
-            readouts=readouts,
-            audit_log=audit_log,
-        )
+        if lpips is not None:
+            parts["seam"] = LpipsVGG.from_file(lpips)
+        return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
 
 
 def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:
@@ -478,25 +464,3 @@ def load_readouts(folder: Path, decoders: Iterable[str], identities: Mapping[str
             "fit them again with `guardpaint train readouts --guard`"
         )
     return found
-
-
-def load_repairer(name: str, directory: Path) -> Repairer:
-    if name == "inpainter":
-        return Inpainter.from_pretrained(directory / "repairer")
-    if name == "native":
-        return NativeRepairer()
-    raise BadCheckpoint(f"{directory}: repairer {reprlib.repr(name)} is neither inpainter nor native")
-
-
-def load_proposer(name: str, directory: Path, knobs: JsonDict | None = None) -> Proposer:
-    if name == "learned":
-        return TournamentProposer.from_pretrained(directory / "proposer")
-    if knobs is not None:
-        try:
-            return FixedProposer(checked_knobs(knobs), name)
-        except TypeError as error:
-            raise BadCheckpoint(f"{directory}: knobs {reprlib.repr(knobs)} of the proposer ({error})") from error
-    for known in (UniformProposer(), FixedProposer()):
-        if known.name == name:
-            return known
-    raise BadCheckpoint(f"{directory}: proposer {reprlib.repr(name)} is none of learned, uniform, fixed")
