@@ -12,7 +12,7 @@ from helpers import call
 
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.guard import GuardPaint
-from guardpaint.kinds import BUILT_IN, folder_digest, kind_of, part_class
+from guardpaint.parts.kinds import BUILT_IN, folder_digest, kind_of, part_class
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.store import plugins
 from guardpaint.testing import small

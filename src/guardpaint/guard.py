@@ -29,11 +29,12 @@ from guardpaint.draft.loading import load_tiny
 from guardpaint.draft.readouts import CARD, Readouts
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
-from guardpaint.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.loop.audit_log import RecordWriter
 from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
+from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
+from guardpaint.parts.sharing import Hub, push
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
@@ -347,6 +348,26 @@ class GuardPaint:
             "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
         }
         write_json(directory / MANIFEST, manifest)
+
+    def push_to_hub(
+        self,
+        repo: str,
+        about: Mapping[str, Any],
+        *,
+        private: bool = True,
+        revision: str | None = None,
+        token: str | None = None,
+        hub: Hub | None = None,
+    ) -> str:
+        """Upload this guard with a model card; returns the name by which `from_pretrained` loads it.
+
+        `about` has `license`, and `metrics` (a number by name) if they are known.
+        """
+        if hub is None:
+            from huggingface_hub import HfApi
+
+            hub = HfApi(token=token)
+        return push(self, repo, about, hub, private=private, revision=revision)
 
     def chosen_parts(self) -> dict[str, Any]:
         """The parts by role, without those that a guard has by itself."""
