@@ -141,6 +141,8 @@ class GuardPaint:
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
         self.check_views(pipe)
+        if self.parts.uncovered:
+            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=2)
         return attach(self, pipe)
 
     @contextmanager
