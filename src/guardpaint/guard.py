@@ -33,6 +33,7 @@ from guardpaint.loop.audit_log import RecordWriter
 from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
+from guardpaint.parts import presets
 from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.parts.sharing import Hub, push
 from guardpaint.policy import Finding, Policy
@@ -381,6 +382,31 @@ class GuardPaint:
     def embedded(cls, **changes: Any) -> GuardPaint:
         """The default guard that an installed package provides (`paperdolls`); `changes` as in from_pretrained."""
         return cls.from_pretrained(plugins.load(plugins.GUARDS, "embedded", "the embedded guard")(), **changes)
+
+    @classmethod
+    def from_preset(
+        cls,
+        name: str,
+        *,
+        device: str | torch.device | None = None,
+        policy: Policy | str | Path | None = None,
+        token: str | None = None,
+        audit_log: RecordWriter | None = None,
+        **changes: Any,
+    ) -> GuardPaint:
+        """A guard of public parts (`guardpaint presets` lists them); `changes` override its GuardConfig."""
+        chosen = presets.preset(name)
+        if chosen.name == "dolls":
+            guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
+            return guard if device is None else guard.to(device)
+        if not isinstance(policy, Policy):
+            policy = presets.policy_of(chosen) if policy is None else Policy.load(policy)
+        parts = presets.parts_of(chosen, policy, token)
+        config = GuardConfig.from_dict({**chosen.config, **changes})
+        for weak in weak_settings(policy, config):
+            warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
+        guard = cls(**parts, policy=policy, config=config, audit_log=audit_log)
+        return guard if device is None else guard.to(device)
 
     @classmethod
     def from_pretrained(

@@ -126,7 +126,7 @@ def save_part(role: str, part: Any, folder: Path, dtype: torch.dtype | None = No
     return PartEntry(kind, role if files else None, part.options(), folder_digest(place) if files else None)
 
 
-def load_part(role: str, entry: PartEntry, folder: Path | None) -> Any:
+def load_part(role: str, entry: PartEntry, folder: Path | None, token: str | None = None) -> Any:
     """Load a part as its entry says. Its files are checked against the entry's hash before anything reads them."""
     known = part_class(role, entry.kind)
     where = f"{folder / MANIFEST if folder else 'the preset'}: {role}"
