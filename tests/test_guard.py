@@ -16,10 +16,15 @@ from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.report import load_report, report_schema
 from guardpaint.policy import Policy
-from guardpaint.repair.knobs import FixedProposer
+from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
+from guardpaint.repair.native import NativeRepairer
+from guardpaint.repair.ranker import Ranker
 from guardpaint.store.images import from_pil
 from guardpaint.testing import small
+from guardpaint.testing.doubles import AlwaysSafe
 from guardpaint.types import Knobs
+from guardpaint.verify.seam import PixelSeam
 
 
 def test_a_guard_round_trips_and_decides_the_same(tmp_path, sd_pipe):
@@ -210,6 +215,44 @@ def test_real_tiny_decoders(weights, name, decibel):
         back, small = view.full(z), view.at(z, 224)
     psnr = -10 * torch.log10(((back - image) ** 2).mean()).item()
     assert psnr == pytest.approx(decibel, abs=0.3) and small.shape == (1, 3, 224, 224)
+
+
+class Heavy:
+    """A part with weights that is no module."""
+
+    def __init__(self, part):
+        self.part, self.at = part, None
+
+    def __getattr__(self, name):
+        return getattr(self.part, name)
+
+    def to(self, device):
+        self.at = device
+        return self
+
+
+def test_every_part_with_weights_is_moved():
+    """Modules or not; parts without weights stay. `meta` stands for another device."""
+    parts = small.guard().parts
+    auditor, repairer = Heavy(parts.auditor), Heavy(parts.repairer)
+    seam, decoder = Heavy(PixelSeam()), small.tiny_decoder(4)
+    ranker = Ranker()
+    guard = GuardPaint(
+        auditor, repairer, parts.proposer, seam=seam, ranker=ranker, decoders={"sd": decoder}, policy=parts.policy
+    )
+    assert guard.to("meta") is guard
+    assert auditor.at == repairer.at == seam.at == "meta"
+    for module in (parts.proposer, ranker, decoder):
+        assert all(p.is_meta for p in module.parameters()), type(module)
+    plain = GuardPaint(AlwaysSafe(), NativeRepairer(), UniformProposer())
+    assert plain.to("cpu") is plain
+
+
+def test_the_inpainter_moves_with_its_tiny_decoder():
+    inpainter = Inpainter(small.inpainter().pipe, small.tiny_decoder(4))
+    GuardPaint(AlwaysSafe(), inpainter).to("meta")
+    moved = (inpainter.pipe.unet, inpainter.pipe.vae, inpainter.pipe.text_encoder, inpainter.tiny)
+    assert all(p.is_meta for module in moved for p in module.parameters())
 
 
 def test_version():

@@ -14,8 +14,8 @@ class Bare:
     def bases(self):
         return ("tiny-sd",)
 
-    def base(self, name):
-        return load_base(name)
+    def base(self, name, options=None):
+        return load_base(name, options)
 
     def harmful(self, split, count):
         return [Prompt(f"{split}-{i}", f"something bad {i}", 100 + i, "nudity", "plain") for i in range(count)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from guardpaint.draft.call_settings import CallSettings, call_settings
 from guardpaint.draft.families import family_of
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, short_hash
-from guardpaint.store.folders import base_name, resolve
+from guardpaint.store.folders import HUB, base_name
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,8 +42,30 @@ class NamedBase(Protocol):
 
 
 @dataclass(frozen=True)
+class BaseOptions:
+    """How base models are opened and called. What is None is left to the machine, the base and its pipeline."""
+
+    load: LoadOptions = field(default_factory=LoadOptions)
+    steps: int | None = None
+    guidance: float | None = None
+    size: int | None = None
+    """Height and width in pixels."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("steps", self.steps, 1), ("guidance", self.guidance, 0), ("size", self.size, 8)):
+            if value is not None and not least <= value < float("inf"):
+                raise BadConfig(f"{name}={value}: must be a number of at least {least}")
+
+    def over(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Call arguments of a base with those in their place that these options name."""
+        named = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
+        named |= {"height": self.size, "width": self.size}
+        return {**call, **{k: v for k, v in named.items() if v is not None}}
+
+
+@dataclass(frozen=True)
 class Base:
-    """A pipeline and the call arguments that it was trained for."""
+    """A pipeline and the call arguments that it was trained for, or that options name."""
 
     name: str
     pipe: Any
@@ -50,9 +75,14 @@ class Base:
     def family(self) -> str:
         return family_of(self.pipe).name
 
+    @cached_property
+    def settings(self) -> CallSettings:
+        """Steps, guidance and size of its pictures: from `call`, or what the pipeline does by itself."""
+        return call_settings(self.pipe, self.call)
+
     @property
     def guidance(self) -> float:
-        return float(self.call.get("guidance_scale", 1.0))
+        return self.settings.guidance
 
     @property
     def two_branches(self) -> bool:
@@ -71,7 +101,10 @@ class Base:
         """A short hash of everything that its pictures depend on: weights, call arguments, scheduler."""
         from torch import nn
 
-        parts = {k: fingerprint(v) for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
+        modules = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
+        if any(p.is_meta for module in modules.values() for p in module.parameters()):
+            raise BadInput(f"base {self.name!r}: sequential offload hides its weights from the hash; use offload=model")
+        parts = {k: fingerprint(v) for k, v in modules.items()}
         plan = {k: v for k, v in self.pipe.scheduler.config.items() if not k.startswith("_")}  # "_…" has no fixed order
         return short_hash(parts, dict(self.call), plan)
 
@@ -88,30 +121,40 @@ def known_names() -> str:
     return ", ".join((*named_bases(), *(f"{SMALL}{family}" for family in small.BASES)))
 
 
-def load_base(name: str) -> Base:
-    """A base by name, ready to draw: on the GPU if it comes from a folder or the hub and there is one."""
-    if name.startswith(SMALL):
-        from guardpaint.testing import small
+def load_base(name: str, options: BaseOptions | None = None) -> Base:
+    """A base by name, ready to draw, opened and called as the options say.
 
-        call = {"height": small.PIXELS, "width": small.PIXELS}
-        return Base(name, small.pipeline(name.removeprefix(SMALL)), call)
-    if name in named_bases():
-        named: NamedBase = plugins.load(plugins.BASES, name, f"base {name!r}")
-        return Base(name, named.load(), named.call())
-    import torch
-    from diffusers import DiffusionPipeline
+    A base from a folder or the hub goes to the GPU if there is one; those that packages bring stay where they are.
+    """
+    from guardpaint.draft.loading import adapted, open_folder, pipeline_folder
 
+    options = options or BaseOptions()
+    if name.startswith(SMALL) or name in named_bases():
+        options.load.check_installed(name)
+        pipe, call = installed_base(name)
+        return Base(name, adapted(pipe, options.load), options.over(call))
+    where = base_name(name)
     try:
-        folder = resolve(base_name(name))
+        folder = pipeline_folder(where, options.load)
     except BadCheckpoint as error:
+        if where.startswith(HUB):
+            raise BadInput(f"base {error}") from error
         hint = "" if named_bases() else f"; named bases such as mini-sd come with {plugins.HOW_TO_INSTALL}"
         raise BadInput(f"base {name!r}: not one of {known_names()}, and {error}{hint}") from error
     try:
-        pipe = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-    except Exception as error:
+        return Base(name, open_folder(folder, options.load), options.over({}))
+    except BadCheckpoint as error:
         raise BadInput(f"base {name!r} cannot be loaded: {error}") from error
-    pipe.set_progress_bar_config(disable=True)
-    return Base(name, pipe.to("cuda" if torch.cuda.is_available() else "cpu"), {})
+
+
+def installed_base(name: str) -> tuple[Any, dict[str, Any]]:
+    """Pipeline and call arguments of a small random base or one that a package registers."""
+    if name.startswith(SMALL):
+        from guardpaint.testing import small
+
+        return small.pipeline(name.removeprefix(SMALL)), {"height": small.PIXELS, "width": small.PIXELS}
+    named: NamedBase = plugins.load(plugins.BASES, name, f"base {name!r}")
+    return named.load(), named.call()
 
 
 def load_inpainter(name: str) -> Any:

@@ -318,14 +318,12 @@ class GuardPaint:
         return self._weights
 
     def to(self, device: str | torch.device) -> GuardPaint:
-        """Move every component that has weights."""
-        for part in (self.parts.auditor, self.parts.proposer, self.parts.seam, *self.decoders.values()):
-            if isinstance(part, nn.Module):
-                part.to(device)
-        if isinstance(self.parts.repairer, Inpainter):
-            self.parts.repairer.pipe.to(device)
-            if self.parts.repairer.tiny is not None:
-                self.parts.repairer.tiny.to(device)
+        """Move every part that has weights: modules, and whatever else has a method `to(device)`."""
+        parts = [getattr(self.parts, name, None) for name in ("auditor", "repairer", "proposer", "ranker", "seam")]
+        for part in (*parts, *self.decoders.values()):
+            move = getattr(part, "to", None)
+            if move is not None:
+                move(device)
         return self
 
     # Saving and loading ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Drawing(Bare):
     def capability(self, kind):
         return self if isinstance(self, kind) else None
 
-    def make_views(self, base, out, split, counts, tiny=None, auditor=None):
+    def make_views(self, base, out, split, counts, tiny=None, auditor=None, options=None):
         self.asked.append((base, split, dict(counts), type(tiny).__name__, type(auditor).__name__))
         return out / "views.pt"
 

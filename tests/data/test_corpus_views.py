@@ -45,7 +45,7 @@ def corpus(tmp_path_factory):
 
 def make(corpus, out, split, family="sd", name=None, steps=4, **more):
     pipe = small.pipeline(family)
-    call = corpus_views.settings(pipe, {}, SIZE, steps)
+    call = corpus_views.settings(pipe, {"height": SIZE, "width": SIZE, "num_inference_steps": steps})
     settings = {"pixels": 96, "origin": family, **more}
     plan = corpus_views.ViewPlan(ViewedBase(pipe, call), name or f"tiny_{family}", **settings)
     return corpus_views.make(corpus, plan, out, split, POLICY, quiet=True)
@@ -147,8 +147,8 @@ def test_a_base_is_called_as_it_was_made_to_be():
     pipe = small.pipeline("sd3")
     own = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 1.0, "max_sequence_length": 36}
     assert corpus_views.settings(pipe, own) == own
-    assert corpus_views.settings(pipe, own, size=32, steps=9) == {
-        **own, "height": 32, "width": 32, "num_inference_steps": 9,
+    assert corpus_views.settings(pipe, {"height": 32, "width": 32}) == {
+        "height": 32, "width": 32, "num_inference_steps": 28, "guidance_scale": 7.0,
     }  # fmt: skip
     plain = corpus_views.settings(small.pipeline("sd"), {})
     assert plain["guidance_scale"] == 7.5 and plain["height"] == small.PIXELS and plain["num_inference_steps"] == 50

@@ -43,6 +43,16 @@ def test_the_picture_matters():
     assert not torch.allclose(seen[0][0], seen[0][1])
 
 
+def test_labelers_are_moved_like_other_parts():
+    model, processor = vlms.CHAT["qwen2.5-vl"]()
+    chat = ChatLabeler(model, processor, Asking(POLICY), "q")
+    shield = ShieldLabeler(*vlms.shieldgemma(), POLICY, "s")
+    detector = DetectorLabeler(*vlms.grounding_dino(), POLICY, labelers.PHRASES)
+    for labeler in (chat, shield, detector):
+        assert labeler.to("meta") is labeler
+        assert all(p.is_meta for p in labeler.model.parameters())
+
+
 def test_self_consistency_asks_again():
     model, processor = vlms.CHAT["qwen2.5-vl"]()
     labeler = ChatLabeler(model, processor, Asking(POLICY, passes=3, longest=3), "q")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from guardpaint.bases import Base
+from guardpaint.bases import Base, BaseOptions
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import figures, harness, page, run, summary
 from guardpaint.evaluate.defences import guarded, opening
@@ -594,3 +595,24 @@ def test_a_report_has_figures_beside_it(tmp_path):
     made = gather.draw(rows, tmp_path / "evaluation.json")
     assert [p.name for p in made] == ["evaluation-fall-ours.png", "evaluation-front.png", "evaluation-pairs.png"]
     assert Image.open(made[-1]).convert("RGB").getpixel((60, 60)) == (255, 0, 0)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_bases_are_opened_and_called_as_asked(tmp_path):
+    """A base in another precision or with other steps is another configuration, whose rows are drawn anew."""
+    options = BaseOptions(LoadOptions(dtype="fp32"), steps=2)
+    assert "benign: 2 new of 2" in list(harness.run(asked(tmp_path, n=2, opening=options)))
+    assert "benign: 0 new of 2" in list(harness.run(asked(tmp_path, n=2, opening=options)))
+    assert "benign: 2 new of 2" in list(harness.run(asked(tmp_path, n=2, opening=replace(options, steps=3))))
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_the_guard_goes_where_the_base_runs(tmp_path, monkeypatch):
+    moved = []
+    guard = small.guard(audits=1, candidates=1, regions=1)
+    monkeypatch.setattr(type(guard), "to", lambda self, device: moved.append(str(device)) or self)
+    for module in (harness, opening):
+        monkeypatch.setattr(module, "open_guard", lambda name: guard)
+    few = asked(tmp_path, "ours", n=1, guard="x", opening=BaseOptions(steps=2))
+    assert "benign: 1 new of 1" in list(harness.run(few))
+    assert moved == ["cpu", "cpu"], "before the piece is drawn, and for each batch"

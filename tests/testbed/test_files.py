@@ -8,10 +8,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
 import pytest
+import torch
 import yaml
 from worlds import BENIGN, HARMFUL, write_models, write_world
 
 from guardpaint import testbed as api
+from guardpaint.bases import BaseOptions
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadConfig, BadInput, MissingCapability
 from guardpaint.policy import Policy
 from guardpaint.testbed import KnownPictures, References, StockInpainter, files, need, open_testbed
@@ -85,6 +88,9 @@ def test_bases_by_the_names_of_the_file(world):
         "height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 3.0,
     }  # fmt: skip
     assert base.draw(["a cup"], [1])[0].size == (64, 64)
+    chosen = BaseOptions(LoadOptions(dtype="bf16"), steps=5)
+    assert world.base("first", chosen).call == {**base.call, "num_inference_steps": 5}, "options win over the file"
+    assert world.base("first", chosen).pipe.unet.dtype == torch.bfloat16
     assert world.base("tiny-flux").family == "flux", "others by the names that load_base takes"
 
 

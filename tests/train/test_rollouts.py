@@ -179,7 +179,9 @@ def test_a_guard_from_disk_plays_in_processes(tmp_path):
     caught = [
         s for s in rollouts.catch(GuardPaint(Touchy(), small.inpainter(0)), load_base("tiny-sd"), PROMPTS[:2]) if s
     ]
-    jobs = [(part, str(tmp_path / "guard"), "uniform", 2, tmp_path / "train") for part in rollouts.shards(caught, 2)]
+    jobs = [
+        (part, str(tmp_path / "guard"), "uniform", 2, tmp_path / "train", None) for part in rollouts.shards(caught, 2)
+    ]
     assert sum(spread(rollouts.work, jobs, 2)) == 2
     assert sum(spread(rollouts.work, jobs[:1], 2)) == 0
     assert len(rollouts.read_rollouts(tmp_path / "train")) == 2

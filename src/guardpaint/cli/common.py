@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
 
 from guardpaint.errors import GuardPaintError
+
+if TYPE_CHECKING:
+    from guardpaint.bases import BaseOptions
 
 EXIT_HELP = (
     "Exit codes: 0 clean or repaired (or blurred), 1 error, 2 usage, 3 at least one image blocked, "
@@ -28,6 +34,86 @@ BASE_HELP = (
     "Base model: one that an installed package provides (mini-sd, mini-sd3 …; `guardpaint doctor` lists them), a small "
     "random one (tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux), a directory, or hub:OWNER/NAME."
 )
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps … Default: cuda if there is one, else cpu.")
+]
+BASE_OPTIONS: dict[str, Any] = {
+    "dtype": Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of the whole base: fp32, fp16 or bf16. Default: bf16 on CUDA that has it, fp16 on other "
+            "CUDA, fp32 elsewhere; bases of installed packages keep their own."
+        ),
+    ],
+    "device": DeviceOption,
+    "variant": Annotated[str | None, typer.Option(help="Set of weight files to read, as in model.fp16.safetensors.")],
+    "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a base on the hub.")],
+    "token": Annotated[
+        str | None,
+        typer.Option(
+            envvar="HF_TOKEN",
+            help="Hub token for gated bases. Other users can read a command line: rather set HF_TOKEN.",
+        ),
+    ],
+    "offload": Annotated[
+        str,
+        typer.Option(help="none; model: idle models wait in main memory; sequential: idle layers do, which is slow."),
+    ],
+    "lora": Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LoRA to merge: a safetensors file, a directory or hub:OWNER/NAME; =0.8 scales it. Repeatable."
+        ),
+    ],
+    "steps": Annotated[
+        int | None,
+        typer.Option(min=1, help="Denoising steps. Default: what the base was made for, else its pipeline's."),
+    ],
+    "guidance": Annotated[float | None, typer.Option(min=0.0, help="Guidance scale. Default: as for --steps.")],
+    "size": Annotated[
+        int | None, typer.Option(min=8, help="Height and width in pixels. Default: what the base was made for.")
+    ],
+}
+"""Options of every command that opens base models; they apply to each base."""
+
+
+def opens_bases(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options `BASE_OPTIONS`; it gets them as one argument `options`, a `BaseOptions`."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        chosen = {name: values.pop(name) for name in BASE_OPTIONS}
+        command(**values, options=base_options(**chosen))
+
+    types = get_type_hints(command, localns={"BaseOptions": Any}, include_extras=True) | BASE_OPTIONS
+    parameters = dict(inspect.signature(command).parameters)
+    del parameters["options"]
+    for name in BASE_OPTIONS:
+        default = "none" if name == "offload" else None
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    own = [p.replace(annotation=types[name]) for name, p in parameters.items()]
+    run.__dict__["__signature__"] = inspect.Signature(own)
+    run.__annotations__ = {name: types[name] for name in parameters}
+    return run
+
+
+def base_options(
+    *,
+    lora: list[str] | None,
+    token: str | None,
+    steps: int | None,
+    guidance: float | None,
+    size: int | None,
+    **files: Any,
+) -> BaseOptions:
+    """The values of `BASE_OPTIONS` as one object; an empty HF_TOKEN counts as none."""
+    from guardpaint.bases import BaseOptions
+    from guardpaint.draft.options import LoadOptions, Lora
+
+    load = LoadOptions(
+        **files, token=(token or "").strip() or None, loras=tuple(Lora.parse(text) for text in lora or ())
+    )
+    return BaseOptions(load, steps, guidance, size)
 
 
 def warn(text: str) -> None:

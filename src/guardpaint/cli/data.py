@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from guardpaint.cli.common import opens_bases
+
+if TYPE_CHECKING:
+    from guardpaint.bases import BaseOptions
 
 app = typer.Typer(
     help="Training data: corpora and views for the auditor, pairs for the inpainter.", no_args_is_help=True
@@ -171,6 +176,7 @@ def build(
 
 
 @app.command()
+@opens_bases
 def views(
     base: Annotated[str, typer.Argument(help="A base of the testbed, e.g. mini-sd.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views.")],
@@ -187,6 +193,8 @@ def views(
     ] = None,
     tiny: TinyOption = None,
     testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Make views of a testbed's own pictures with exact ground truth; run again to resume."""
     import torch
@@ -203,10 +211,11 @@ def views(
         )
     counts = {"renoised": count, "redrawn": redrawn, "trajectories": trajectories}
     auditor = AuditorScorer.from_pretrained(judge) if judge is not None else None
-    typer.echo(str(lessons.make_views(base, out_dir, split, counts, load_decoder(tiny), auditor)))
+    typer.echo(str(lessons.make_views(base, out_dir, split, counts, load_decoder(tiny), auditor, options)))
 
 
 @app.command("corpus-views")
+@opens_bases
 def corpus_views(
     corpus: Folder,
     base: Annotated[
@@ -215,11 +224,6 @@ def corpus_views(
     ],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views; not one with views of testbeds.")],
     split: Annotated[str, typer.Option(help="train, validation, test, or calibration (half of test).")] = "train",
-    size: Annotated[
-        int | None, typer.Option(min=16, help="Side of the base's pictures in pixels; default: its own.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the base; default: its own.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale of the base; default: its own.")] = None,
     pixels: Annotated[int, typer.Option(min=16, help="Side of a view in pixels: the auditor's larger size.")] = 384,
     coarse: Annotated[
         int, typer.Option(min=8, help="The auditor's smaller size, and the size of glances with it.")
@@ -227,6 +231,8 @@ def corpus_views(
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
     tiny: TinyOption = None,
     policy: PolicyOption = None,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Make views of a corpus split by `data build`: each picture at a random step of a base; run again to resume."""
     from guardpaint.bases import load_base
@@ -235,8 +241,8 @@ def corpus_views(
     from guardpaint.data.views import ViewedBase
     from guardpaint.verify.parts import glance_size
 
-    loaded = load_base(base)
-    call = make.settings(loaded.pipe, dict(loaded.call), size, steps, guidance)
+    loaded = load_base(base, options)
+    call = make.settings(loaded.pipe, dict(loaded.call))
     decoder = load_decoder(tiny)
     device, looks = loaded.pipe._execution_device, (coarse, pixels, glance_size(coarse))
     viewed = ViewedBase(loaded.pipe, call, None if decoder is None else decoder.to(device), looks)

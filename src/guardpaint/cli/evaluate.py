@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from guardpaint.cli.common import opens_bases
+
+if TYPE_CHECKING:
+    from guardpaint.bases import BaseOptions
 
 app = typer.Typer(
     help="Measure components and defences. Results are written with their raw rows.", no_args_is_help=True
@@ -112,6 +117,7 @@ def eval_proposers(
 
 
 @app.command("attack")
+@opens_bases
 def eval_attack(
     attack: Annotated[str, typer.Argument(help="sneakyprompt, mma, pgj, daca or ring_a_bell.")],
     base: Annotated[
@@ -124,15 +130,18 @@ def eval_attack(
     ] = "attack",
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the prompts.")] = Path("runs/attacks"),
     testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Search for prompts that get past the filter of a stock system. Run it again to resume."""
     from guardpaint.evaluate.attacks import command
 
-    options = command.AttackOptions(attack, out_dir, base, count, budget, split)
-    typer.echo(command.run(options, testbed))
+    search = command.AttackOptions(attack, out_dir, base, count, budget, split, options)
+    typer.echo(command.run(search, testbed))
 
 
 @app.command("run")
+@opens_bases
 def eval_run(
     suite: Annotated[str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file.")],
     base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
@@ -166,15 +175,17 @@ def eval_run(
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
     testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Run prompts through defences on base models, judge the pictures, and write rows, results and a report."""
     from guardpaint.evaluate import harness
 
-    options = harness.RunOptions(
+    asked = harness.RunOptions(
         suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge, metric or [],
-        processes, ray, testbed,
+        processes, ray, testbed, options,
     )  # fmt: skip
-    for line in harness.run(options):
+    for line in harness.run(asked):
         typer.echo(line)
 
 
@@ -217,6 +228,7 @@ def eval_fid(
 
 
 @app.command("adaptive")
+@opens_bases
 def eval_adaptive(
     guard: Annotated[str, typer.Option(help="Guard checkpoint under attack.")],
     base: Annotated[str | None, typer.Option(help="Base model; default: the testbed's first.")] = None,
@@ -224,6 +236,8 @@ def eval_adaptive(
     disguises: Annotated[int, typer.Option(min=0, help="Targets for the search through wordings and seeds.")] = 50,
     results: ResultsFile = Path("docs/results/adaptive.json"),
     testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Attack with full knowledge of the auditor; measure the detector and the system, with and without mitigation."""
     from guardpaint.evaluate import adaptive
@@ -232,8 +246,9 @@ def eval_adaptive(
 
     world = open_testbed(testbed)
     budget = adaptive.Budget(count, disguises)
-    stock = world.base(base or world.bases()[0])
-    say_metrics(adaptive.run(GuardPaint.from_pretrained(guard), stock, world, results, budget))
+    stock = world.base(base or world.bases()[0], options)
+    loaded = GuardPaint.from_pretrained(guard).to(stock.pipe._execution_device)
+    say_metrics(adaptive.run(loaded, stock, world, results, budget))
 
 
 @app.command("prompts")

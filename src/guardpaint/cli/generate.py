@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import BASE_HELP, GuardOption, JsonOption, PolicyOption, dump, err, out, warn
+from guardpaint.cli.common import BASE_HELP, GuardOption, JsonOption, PolicyOption, dump, err, opens_bases, out, warn
 from guardpaint.errors import BadInput
 
 if TYPE_CHECKING:
+    from guardpaint.bases import BaseOptions
     from guardpaint.loop.report import GuardReport
 
 MOST_PROMPT = 20_000
@@ -32,10 +33,9 @@ class GenerateOptions:
     base: str
     seed: int
     n: int
-    steps: int | None
-    size: int | None
     out_dir: Path
     as_json: bool
+    opening: BaseOptions
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,12 @@ class LogOptions:
     anchor: Path | None
 
 
+@opens_bases
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     base: Annotated[str, typer.Option(help=BASE_HELP)] = "mini-sd",
     seed: Annotated[int, typer.Option(help="Seed of the first image; image i uses seed + i.")] = 0,
     n: Annotated[int, typer.Option("--n", min=1, max=64, help="How many images.")] = 1,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps; default: what the base was made for, else 25.")
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option(min=8, help="Height and width in pixels; default: the base's own.")
-    ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for images and reports.")] = Path("out"),
     guard: GuardOption = None,
     policy: PolicyOption = None,
@@ -69,17 +64,19 @@ def generate(
     key_file: Annotated[Path | None, typer.Option(help="Key of the audit log's HMAC.")] = None,
     anchor: Annotated[Path | None, typer.Option(help="Where to anchor the audit log's head.")] = None,
     as_json: JsonOption = False,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Generate images under guard; writes PNGs and one report (JSON and HTML) per image."""
     from guardpaint.bases import load_guard
 
     if len(prompt) > MOST_PROMPT:
         raise BadInput(f"the prompt has {len(prompt)} characters; at most {MOST_PROMPT} are taken")
-    options = GenerateOptions(prompt, base, seed, n, steps, size, out_dir, as_json)
+    asked = GenerateOptions(prompt, base, seed, n, out_dir, as_json, options)
     settings = {"mode": mode.value, "retain_evidence": retain_evidence}
     try:
         loaded = load_guard(guard, policy, warn, base, **settings)
-        code = draw(options, loaded, LogOptions(audit_log, key_file, anchor))
+        code = draw(asked, loaded, LogOptions(audit_log, key_file, anchor))
     except KeyboardInterrupt:
         err.print("interrupted; nothing was released")
         code = 130
@@ -96,11 +93,9 @@ def draw(options: GenerateOptions, guard: Any, log: LogOptions) -> int:
 
     if log.file is not None:
         guard.audit_log = AuditLog(log.file, key=read_key(log.key_file), anchor=log.anchor)
-    base = load_base(options.base)
+    base = load_base(options.base, options.opening)
     pipe = guard.to(base.pipe._execution_device).attach(base.pipe)
-    steps = options.steps or base.call.get("num_inference_steps", 25)
-    sides = {} if options.size is None else {"height": options.size, "width": options.size}
-    call = {**base.call, "num_inference_steps": steps, **sides}
+    steps = base.settings.steps
     results = []
     with bar("generating", options.n * steps, quiet=options.as_json) as advance:
 
@@ -111,7 +106,7 @@ def draw(options: GenerateOptions, guard: Any, log: LogOptions) -> int:
         for i in range(options.n):
             generator = torch.Generator().manual_seed(options.seed + i)
             try:
-                result = pipe(options.prompt, generator=generator, callback_on_step_end=tick, **call)
+                result = pipe(options.prompt, generator=generator, callback_on_step_end=tick, **base.call)
             except (ValueError, IndexError) as error:
                 raise BadInput(f"{type(pipe).__name__} refused the call: {error}") from error
             results.append((result.images[0], result.safety[0]))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from guardpaint.cli.common import DeviceOption, opens_bases
+
+if TYPE_CHECKING:
+    from guardpaint.bases import BaseOptions
 
 app = typer.Typer(
     help="Training data for the proposer and the ranker: stored states and tournaments played from them.",
@@ -14,6 +19,7 @@ app = typer.Typer(
 
 
 @app.command()
+@opens_bases
 def states(
     base: Annotated[str, typer.Argument(help="Base that generates under guard, up to the first tournament.")],
     guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
@@ -29,6 +35,8 @@ def states(
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the states; run again to resume.")] = Path(
         "runs/rollouts"
     ),
+    *,
+    options: BaseOptions,
 ) -> None:
     """Generate under guard from unsafe prompts and store the state in which each first tournament starts."""
     from guardpaint.guard import GuardPaint
@@ -39,7 +47,8 @@ def states(
     attack_prompts = rollouts.attack_prompts(attacks) if attacks else ()
     prompts = rollouts.rollout_prompts(world, split, 3 * count, attack_prompts)
     path = rollouts.state_file(out_dir, base, split)
-    number = rollouts.collect_states(GuardPaint.from_pretrained(guard), world.base(base), prompts, count, path)
+    loaded = GuardPaint.from_pretrained(guard)
+    number = rollouts.collect_states(loaded, world.base(base, options), prompts, count, path)
     typer.echo(f"{path}: {number} states")
 
 
@@ -56,6 +65,7 @@ def play(
     ),
     processes: Annotated[int, typer.Option(min=1, help="Number of parallel processes.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of local processes.")] = False,
+    device: DeviceOption = None,
 ) -> None:
     """Play one tournament from every stored state and write its row to OUT/SPLIT as parquet."""
     from guardpaint.errors import BadInput
@@ -63,7 +73,7 @@ def play(
     from guardpaint.train import rollouts
 
     stored = [s for f in sorted(out_dir.glob(f"*-{split}.pt")) for s in rollouts.load_states(f)]
-    jobs = [(part, guard, proposer, n, out_dir / split) for part in rollouts.shards(stored, processes) if part]
+    jobs = [(part, guard, proposer, n, out_dir / split, device) for part in rollouts.shards(stored, processes) if part]
     if not jobs:
         raise BadInput(f"{out_dir}: no states of split {split}; catch some with `guardpaint rollouts states`")
     typer.echo(f"{sum(spread(rollouts.work, jobs, processes, ray))} new tournaments in {out_dir / split}")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from guardpaint.cli.common import BASE_HELP, GuardOption, PolicyOption, err
+from guardpaint.cli.common import BASE_HELP, GuardOption, PolicyOption, err, opens_bases
 from guardpaint.errors import BadConfig
 
+if TYPE_CHECKING:
+    from guardpaint.bases import BaseOptions
 
+
+@opens_bases
 def serve(
     base: Annotated[str, typer.Option(help=BASE_HELP)] = "mini-sd",
     guard: GuardOption = None,
@@ -66,6 +70,8 @@ def serve(
     most_replicas: Annotated[
         int | None, typer.Option(min=1, help="With --ray: largest number of replicas under load.")
     ] = None,
+    *,
+    options: BaseOptions,
 ) -> None:
     """Serve guarded generation: an OpenAI-compatible API, a page at /, metrics at /metrics."""
     try:
@@ -76,13 +82,13 @@ def serve(
 
     if changed_policy not in (None, *CHOICES):
         raise BadConfig(f"--changed-policy {changed_policy}: must be {' or '.join(CHOICES)}")
-    options = Options(
+    service = Options(
         base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test,
         connections, address_connections, tuple(allow_host or ()),
         per_key, picture_timeout, grace, state, changed_policy,
-        tuple(weak or ()),
+        tuple(weak or ()), options,
     )  # fmt: skip
     if ray:
-        start_cluster(options, replicas, most_replicas or replicas, err)
+        start_cluster(service, replicas, most_replicas or replicas, err)
     else:
-        start(options, err)
+        start(service, err)

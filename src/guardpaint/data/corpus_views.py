@@ -7,9 +7,8 @@ The labels of a corpus do not locate the harm in a picture, so its unsafe pictur
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,8 +33,8 @@ from guardpaint.data.views import (
     renoised_pictures,
     store,
 )
+from guardpaint.draft.call_settings import call_settings
 from guardpaint.draft.codec import resize
-from guardpaint.draft.families import family_of
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import sha256_hex
@@ -79,24 +78,12 @@ def without_prompt(corpus: Corpus) -> int:
     return sum(not r["prompt"] for r in corpus.lines(SPLITS))
 
 
-def settings(
-    pipe: Any, own: dict[str, Any], size: int | None = None, steps: int | None = None, guidance: float | None = None
-) -> dict[str, Any]:
-    """Call settings of a base: these options, then its own settings (`own`), then the pipeline's defaults."""
-    options = {"num_inference_steps": steps, "guidance_scale": guidance, "height": size, "width": size}
-    call = {**own, **{k: v for k, v in options.items() if v is not None}}
-    defaults = inspect.signature(type(pipe).__call__).parameters
-    for name in ("num_inference_steps", "guidance_scale"):
-        call.setdefault(name, defaults[name].default)
-    denoiser = getattr(pipe, family_of(pipe).denoiser)
-    units = getattr(pipe, "default_sample_size", None) or getattr(denoiser.config, "sample_size", None)
-    if "height" not in call and not isinstance(units, int):
-        raise BadInput("the base does not state its picture size; give it with --size")
-    for name in ("height", "width"):
-        call.setdefault(name, int(units or 0) * int(pipe.vae_scale_factor))
-    if call["height"] != call["width"]:
-        raise BadInput(f"the base draws {call['height']}×{call['width']}, but views are square; give --size")
-    return call
+def settings(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete call arguments of a base for views, which are square: these ones, then what the pipeline itself does."""
+    own = call_settings(pipe, call)
+    if own.height != own.width:
+        raise BadInput(f"the base draws {own.height}×{own.width}, but views are square; give --size")
+    return {**call, **own.arguments()}
 
 
 def squares(examples: Sequence[Example], size: int) -> Float[Tensor, "b 3 s s"]:

@@ -98,6 +98,10 @@ class ChatLabeler:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(model.to(device), processor, asking, path)
 
+    def to(self, device: str | torch.device) -> ChatLabeler:
+        self.model.to(device)
+        return self
+
     def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
         passes = []
         for k in range(self.asking.passes):
@@ -162,6 +166,10 @@ class ShieldLabeler:
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
 
+    def to(self, device: str | torch.device) -> ShieldLabeler:
+        self.model.to(device)
+        return self
+
     @torch.no_grad()
     def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:
         harms = self.policy.categories[1:]
@@ -206,6 +214,10 @@ class DetectorLabeler:
             return cls(model, processor, policy, phrases, path)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
+
+    def to(self, device: str | torch.device) -> DetectorLabeler:
+        self.model.to(device)
+        return self
 
     @torch.no_grad()
     def label(self, pictures: Sequence[Image.Image]) -> list[Answer]:

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from guardpaint.bases import Base, load_base
+from guardpaint.bases import Base, BaseOptions, load_base
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import page, summary
@@ -54,6 +54,8 @@ class RunOptions:
     ray: bool = False
     testbed: str | None = None
     """Name or YAML file of the testbed; None: the installed one, opened only if something needs it."""
+    opening: BaseOptions = field(default_factory=BaseOptions)
+    """How each base is opened and called."""
 
 
 def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Case]], list[str]]:
@@ -140,6 +142,7 @@ class Cast:
     judge: str
     metrics: tuple[str, ...]
     testbed: str | None
+    opening: BaseOptions = field(default_factory=BaseOptions)
 
     @classmethod
     def of(cls, options: RunOptions, defences: Sequence[str]) -> Cast:
@@ -147,18 +150,18 @@ class Cast:
         if guard is not None and Path(guard).is_dir():
             guard = str(Path(guard).resolve())
         needed = guard is not None or any(name not in FREE for name in defences)
-        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed)
+        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed, options.opening)
 
     def defence(self, name: str) -> tuple[Defence, str]:
         """A defence by name, and the hash of what it is made of."""
         return opened_defence(name, self)
 
     def base(self, name: str) -> Base:
-        return opened_base(name, self.testbed)
+        return opened_base(name, self.testbed, self.opening)
 
     def config(self, base: str, defence: str) -> str:
         """Hash of a defence's and a base's weights and settings."""
-        return short_hash(self.defence(defence)[1], weights_of(base, self.testbed))
+        return short_hash(self.defence(defence)[1], weights_of(base, self.testbed, self.opening))
 
     def judged_by(self) -> Judge:
         """The judge, under the policy of the guard if a defence needs one, otherwise under the default policy."""
@@ -277,8 +280,10 @@ def work(piece: Piece) -> list[runner.Made]:
             "use the same files in every process"
         )
     metrics = {name: metric_of(name) for name in cast.metrics}
-    defence = cast.defence(piece.defence)[0]
-    return runner.draw(cast.base(piece.base), defence, config, piece.cases, cast.judged_by(), metrics)
+    defence, base = cast.defence(piece.defence)[0], cast.base(piece.base)
+    if cast.guarded:
+        open_guard(cast.guard).to(base.pipe._execution_device)
+    return runner.draw(base, defence, config, piece.cases, cast.judged_by(), metrics)
 
 
 @cache
@@ -303,13 +308,13 @@ def metric_of(name: str) -> PromptMetric:
 
 
 @lru_cache(maxsize=1)
-def opened_base(name: str, testbed: str | None) -> Base:
-    return load_base(name) if testbed is None else opened_testbed(testbed).base(name)
+def opened_base(name: str, testbed: str | None, opening: BaseOptions) -> Base:
+    return load_base(name, opening) if testbed is None else opened_testbed(testbed).base(name, opening)
 
 
 @lru_cache(maxsize=1)
-def weights_of(name: str, testbed: str | None) -> str:
-    return opened_base(name, testbed).digest()
+def weights_of(name: str, testbed: str | None, opening: BaseOptions) -> str:
+    return opened_base(name, testbed, opening).digest()
 
 
 def finish(rows: Sequence[EvaluationRow], out: Path) -> Iterator[str]:

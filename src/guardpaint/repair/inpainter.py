@@ -84,6 +84,14 @@ class Inpainter:
     def device(self) -> torch.device:
         return self.pipe._execution_device
 
+    def to(self, device: str | torch.device) -> Inpainter:
+        """Move the pipeline, unless it is offloaded, and the tiny decoder."""
+        if not any(hasattr(m, "_hf_hook") for m in self.pipe.components.values()):
+            self.pipe.to(device)
+        if self.tiny is not None:
+            self.tiny.to(device)
+        return self
+
     def native_size(self, height: int, width: int) -> tuple[int, int]:
         """The view's shape with its shorter side at the model's own resolution, whole latents of 8."""
         unit = 8 * self.factor

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from guardpaint.draft.call_settings import call_settings
 from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.families import family_of
 from guardpaint.errors import BadConfig
@@ -46,9 +47,8 @@ class Engine:
 
     def __init__(self, pipe: Any, call: Mapping[str, Any]) -> None:
         self.pipe, self.call = pipe, dict(call)
-        size = int(call.get("height") or pipe.vae_scale_factor * default_latents(pipe))
-        native = (size, int(call.get("width") or size))
-        self.ask = Ask(int(call.get("num_inference_steps", 25)), float(call.get("guidance_scale", 4.0)), native)
+        own = call_settings(pipe, call)
+        self.ask = Ask(own.steps, own.guidance, (own.height, own.width))
         keep_prompts_out()
 
     def facts(self, guard: GuardPaint) -> Facts:
@@ -111,12 +111,6 @@ class Engine:
             return {}
 
         return step
-
-
-def default_latents(pipe: Any) -> int:
-    """Latent side that the denoiser was made for."""
-    net = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
-    return int(getattr(net.config, "sample_size", None) or 16)
 
 
 def catches(guard: GuardPaint, bad: Image.Image) -> bool:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ import uvicorn
 from PIL import Image
 from rich.console import Console
 
-from guardpaint.bases import load_base, load_guard
+from guardpaint.bases import BaseOptions, load_base, load_guard
 from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, read_key
@@ -65,6 +65,8 @@ class Options:
     changed_policy: str | None = None
     weak: tuple[str, ...] = ()
     """Names of weak settings that are accepted."""
+    opening: BaseOptions = field(default_factory=BaseOptions)
+    """How the base is opened and called."""
 
 
 def known_bad(path: Path | None) -> Image.Image:
@@ -92,9 +94,14 @@ def limits(options: Options) -> Settings:
 
 
 def load_parts(
-    base: str, guard: str | None, policy: Path | None, retain_evidence: bool, weak: tuple[str, ...] = ()
+    base: str,
+    guard: str | None,
+    policy: Path | None,
+    retain_evidence: bool,
+    weak: tuple[str, ...] = (),
+    opening: BaseOptions | None = None,
 ) -> tuple[GuardPaint, Any, Mapping[str, Any]]:
-    """Guard, pipeline and call arguments."""
+    """Guard, pipeline and call arguments; the guard is where the pipeline runs."""
     console = Console(stderr=True)
     loaded = load_guard(
         guard,
@@ -104,13 +111,14 @@ def load_parts(
         retain_evidence=retain_evidence,
     )
     refuse_weak(loaded.policy, loaded.config, weak)
-    found = load_base(base)
-    return loaded, found.pipe, found.call
+    found = load_base(base, opening)
+    return loaded.to(found.pipe._execution_device), found.pipe, found.call
 
 
 def recipe(options: Options) -> Recipe:
     """How another process loads guard and pipeline; no keys and no log are in it."""
-    return partial(load_parts, options.base, options.guard, options.policy, options.retain_evidence, options.weak)
+    guard = options.guard, options.policy, options.retain_evidence, options.weak
+    return partial(load_parts, options.base, *guard, options.opening)
 
 
 def load_worker(options: Options, settings: Settings, name: str | None = None) -> Worker:
@@ -212,7 +220,9 @@ def absolute(options: Options) -> Options:
         value = getattr(options, name)
         if value is not None and Path(value).is_dir():
             paths[name] = str(Path(value).resolve())
-    return replace(options, **paths)
+    load = options.opening.load
+    loras = tuple(replace(r, path=str(Path(r.path).resolve())) if Path(r.path).exists() else r for r in load.loras)
+    return replace(options, **paths, opening=replace(options.opening, load=replace(load, loras=loras)))
 
 
 def start_cluster(options: Options, replicas: int, most: int, err: Console) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from guardpaint.errors import BadCheckpoint
 
 HUB = "hub:"
-HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-][\w./-]*))?")
+REVISION = r"[\w.-][\w./-]*"
+HUB_ID = re.compile(rf"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>{REVISION}))?")
 NOT_WEIGHTS = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.msgpack", "*.h5", "*.onnx", "*.onnx_data")
 """Files that are never downloaded: pickles, which can run code when they are read, and weights of other frameworks."""
 PICKLED = ("pytorch_model*.bin", "diffusion_pytorch_model*.bin", "pytorch_lora_weights*.bin", "*.ckpt", "*.pth", "*.pt")
@@ -24,31 +27,84 @@ CONVERT = (
 )
 
 
-def snapshot(repo: str, revision: str | None) -> Path:
+@dataclass(frozen=True)
+class Access:
+    """What the hub is asked for besides a repository's name."""
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    variant: str | None = None
+    """Which of several sets of weight files is wanted, as in `model.fp16.safetensors`."""
+
+    def more(self) -> dict[str, str]:
+        """Token and variant as arguments of a download, if they are given."""
+        return {k: v for k, v in (("token", self.token), ("variant", self.variant)) if v is not None}
+
+
+def snapshot(repo: str, revision: str | None, token: str | None = None) -> Path:
     """The local copy of a hub repository, without pickles."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repo, revision=revision, ignore_patterns=list(NOT_WEIGHTS)))
+    return Path(snapshot_download(repo, revision=revision, token=token, ignore_patterns=list(NOT_WEIGHTS)))
 
 
-def resolve(name: str | Path, download: Callable[[str, str | None], Path] = snapshot) -> Path:
-    """The folder that a name means. Raises BadCheckpoint if it is none, or if its weights are pickles."""
-    text = str(name)
+def resolve(name: str | Path, download: Callable[..., Path] = snapshot, access: Access | None = None) -> Path:
+    """The folder that a name means. Raises BadCheckpoint if it is none, or if its weights are pickles.
+
+    `download` is called with repository, revision and, if they are given, `token` and `variant`.
+    """
+    text, access = str(name), access or Access()
     if text.startswith(HUB):
         match = HUB_ID.fullmatch(text.removeprefix(HUB))
         if match is None:
             raise BadCheckpoint(f"{text}: not a hub id; write hub:owner/name or hub:owner/name@revision")
+        if match["revision"] and access.revision not in (None, match["revision"]):
+            raise BadCheckpoint(f"{text}: names another revision than {access.revision!r}; give only one of the two")
+        revision = match["revision"] or access.revision
         try:
-            folder = download(match["repo"], match["revision"])
+            folder = download(match["repo"], revision, **access.more())
         except Exception as error:
-            raise BadCheckpoint(f"{text}: not to be had from the hub ({error})") from error
+            raise BadCheckpoint(f"{text}: {refusal(error, match['repo'], revision, access.token)}") from error
     else:
         folder = Path(text)
         problem = missing(folder)
         if problem or not text:
             raise BadCheckpoint(f"{text!r}: {problem or 'no name'}. A model on the hub is named hub:owner/name")
+        if access.revision is not None:
+            raise BadCheckpoint(
+                f"{text}: a folder has no revisions, so {access.revision!r} cannot be looked up; leave it out, or name "
+                "the model as hub:owner/name"
+            )
     refuse_pickles(folder)
     return folder
+
+
+def refusal(error: BaseException, repo: str, revision: str | None, token: str | None) -> str:
+    """Why a download failed and what to do about it; the token is never part of it."""
+    kinds = {cls.__name__ for link in causes(error) for cls in type(link).__mro__}
+    page = f"https://huggingface.co/{repo}"
+    if "GatedRepoError" in kinds and token is None:
+        return f"gated: accept its terms at {page}, then give a token with --token or in HF_TOKEN"
+    if "GatedRepoError" in kinds:
+        return f"gated, and the account of this token has no access: accept its terms at {page}"
+    if "RevisionNotFoundError" in kinds:
+        return f"has no revision {revision!r}; its revisions are listed at {page}/commits/main"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            "not on the hub, or private: check the name, and give a token with --token or in HF_TOKEN if it is private"
+        )
+    text = str(error) if token is None else str(error).replace(token, "…")
+    return f"not to be had from the hub ({text})"
+
+
+def causes(error: BaseException) -> list[Any]:
+    """An error and the errors that it was raised from, the latest first."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
 
 
 def base_name(name: str) -> str:

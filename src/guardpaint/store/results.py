@@ -142,10 +142,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def command() -> str:
-    """The command line of this process, without paths of this machine."""
+    """The command line of this process, without paths of this machine and without access tokens."""
     program, *rest = sys.argv
     start = ["guardpaint"] if Path(program).name == "guardpaint" else ["python", relative(program)]
-    return " ".join([*start, *map(relative, rest)])
+    return " ".join([*start, *map(relative, without_tokens(rest))])
+
+
+def without_tokens(words: Sequence[str]) -> list[str]:
+    """Words of a command line with `…` in place of the value of --token."""
+    kept = ["--token=…" if word.startswith("--token=") else word for word in words]
+    return ["…" if k and kept[k - 1] == "--token" else word for k, word in enumerate(kept)]
 
 
 def relative(argument: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from guardpaint.bases import Base, load_base, load_inpainter
+from guardpaint.bases import Base, BaseOptions, load_base, load_inpainter
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.data.labelers import LOADING, Asking, EndpointLabeler
 from guardpaint.data.prompt_files import load as load_prompts
@@ -101,12 +101,12 @@ class FileTestbed:
     def bases(self) -> tuple[str, ...]:
         return tuple(self.entries)
 
-    def base(self, name: str) -> Base:
+    def base(self, name: str, options: BaseOptions | None = None) -> Base:
         if name not in self.entries:
-            return load_base(name)
-        entry = self.entries[name]
-        loaded = load_base(entry.path)
-        return Base(name, loaded.pipe, {**loaded.call, **entry.call})
+            return load_base(name, options)
+        entry, options = self.entries[name], options or BaseOptions()
+        loaded = load_base(entry.path, options)
+        return Base(name, loaded.pipe, options.over({**loaded.call, **entry.call}))
 
     def harmful(self, split: str, count: int) -> list[Prompt]:
         if split not in HARMFUL_SPLITS:

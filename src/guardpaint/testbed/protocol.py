@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from guardpaint.audit.model import AuditorScorer
-    from guardpaint.bases import Base
+    from guardpaint.bases import Base, BaseOptions
     from guardpaint.data.judges import Judge
     from guardpaint.data.lessons import Lessons, LessonSettings
     from guardpaint.data.views import Shelf, Views
@@ -73,8 +73,8 @@ class Testbed(Protocol):
         """Names of its text-to-image bases, the one that attacks are searched on first."""
         ...
 
-    def base(self, name: str) -> Base:
-        """One of its bases, or any other that `guardpaint.bases.load_base` knows, ready to draw."""
+    def base(self, name: str, options: BaseOptions | None = None) -> Base:
+        """One of its bases, or any other that `guardpaint.bases.load_base` knows, opened and called as options say."""
         ...
 
     def harmful(self, split: str, count: int) -> list[Prompt]:
@@ -220,6 +220,7 @@ class AuditorLessons(Protocol):
         counts: Mapping[str, int],
         tiny: Any = None,
         auditor: AuditorScorer | None = None,
+        options: BaseOptions | None = None,
     ) -> Path:
         """Write views of one base with exact ground truth and return their file; a later run resumes where it stopped.
 

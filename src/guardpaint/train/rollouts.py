@@ -24,6 +24,8 @@ from torch import Tensor
 
 from guardpaint.bases import Base
 from guardpaint.draft.codec import resize, vae_decode, vae_encode
+from guardpaint.draft.loading import chosen_device
+from guardpaint.draft.options import LoadOptions
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.guard import GuardPaint
@@ -114,7 +116,7 @@ def catch(guard: GuardPaint, base: Base, prompts: Sequence[Prompt]) -> Iterator[
 
     watching = guard.configured(on_error="raise")
     watching.parts = replace(watching.parts, observer=stop)
-    twin = watching.attach(base.pipe)
+    twin = watching.to(base.pipe._execution_device).attach(base.pipe)
     for prompt in prompts:
         try:
             twin(prompt.text, generator=torch.Generator().manual_seed(prompt.seed), **base.call)
@@ -335,15 +337,15 @@ def shards(states: Sequence[State], count: int) -> list[list[State]]:
     return [list(states[k::count]) for k in range(count)]
 
 
-Job = tuple[list[State], str, str, int, Path]
-"""States, guard checkpoint, proposer, number of candidates, folder for the rows."""
+Job = tuple[list[State], str, str, int, Path, str | None]
+"""States, guard checkpoint, proposer, number of candidates, folder for the rows, device or None."""
 
 
 def work(job: Job) -> int:
     """Play one process's share of the states; returns the number of new rows."""
-    states, guard, proposer, n, path = job
+    states, guard, proposer, n, path, device = job
     torch.set_num_threads(1)
-    loaded = GuardPaint.from_pretrained(guard)
+    loaded = GuardPaint.from_pretrained(guard).to(chosen_device(LoadOptions(device=device)))
     return play_all(states, loaded, open_proposer(proposer), n, path)
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from guardpaint.bases import BaseOptions
 from guardpaint.data.lessons import BalancedRows, Lesson, LessonSettings
 from guardpaint.data.views import Shelf, Views
 from guardpaint.errors import BadInput
@@ -204,9 +205,17 @@ class SceneViews:
     """Views of scenes and lessons over them (`AuditorLessons`)."""
 
     def make_views(
-        self, base: str, out: Path, split: str, counts: Mapping[str, int], tiny: Any = None, auditor: Any = None
+        self,
+        base: str,
+        out: Path,
+        split: str,
+        counts: Mapping[str, int],
+        tiny: Any = None,
+        auditor: Any = None,
+        options: BaseOptions | None = None,
     ) -> Path:
-        return make_views(base, out, split, counts, tiny, None if auditor is None else audited(auditor))
+        judge = None if auditor is None else audited(auditor)
+        return make_views(base, out, split, counts, tiny, judge, options=options)
 
     def lessons(self, views: Views | Shelf, settings: LessonSettings) -> SceneLessons:
         if views.world != WORLD:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from guardpaint.bases import Base, load_base
+from guardpaint.bases import Base, BaseOptions, load_base
 from guardpaint.data.judges import Judge
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
@@ -39,8 +39,8 @@ class PaperDolls:
     def bases(self) -> tuple[str, ...]:
         return shipped()
 
-    def base(self, name: str) -> Base:
-        return load_base(name)
+    def base(self, name: str, options: BaseOptions | None = None) -> Base:
+        return load_base(name, options)
 
     def harmful(self, split: str, count: int) -> list[Prompt]:
         """Captions of unsafe scenes, in the order of their seeds.

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from guardpaint.bases import load_base
+from guardpaint.bases import BaseOptions, load_base
 from guardpaint.data.views import (
     KINDS,
     Labelled,
@@ -250,6 +250,7 @@ def make_views(
     tiny: Any = None,
     judge: PictureLabeler | None = None,
     batch: int = 32,
+    options: BaseOptions | None = None,
 ) -> Path:
     """Write the views of one base and split, and return their file. Batches that it already has are not made again.
 
@@ -262,7 +263,7 @@ def make_views(
         raise BadInput(f"base {name!r}: choose one of {', '.join(NAMES)}")
     path = out / f"{name}-{split}.pt"
     parts: list[Views] = [load_views(path)] if path.exists() else []
-    loaded = load_base(name)
+    loaded = load_base(name, options)
     base = ViewedBase(loaded.pipe, dict(loaded.call), tiny)
     channels = int(base.pipe.vae.config.latent_channels)
     if tiny is not None and int(tiny.config.latent_channels) != channels:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from guardpaint.bases import BaseOptions
 from guardpaint.data.judges import shows_harm
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.attacks import search
@@ -34,6 +35,8 @@ class AttackOptions:
     budget: int = 20
     """Queries for each target."""
     split: str = TARGETS[0]
+    opening: BaseOptions = field(default_factory=BaseOptions)
+    """How the base is opened and called."""
 
     def __post_init__(self) -> None:
         if self.attack not in search.ATTACKS:
@@ -52,7 +55,7 @@ def run(options: AttackOptions, testbed: str | None = None) -> str:
             f"the testbed {world.name!r} has no harmful prompts of the split {options.split}; "
             "add some to it, or name another with --testbed"
         )
-    base, judge, lexicon = world.base(name), world.judge(Policy.default()), world.lexicon()
+    base, judge, lexicon = world.base(name, options.opening), world.judge(Policy.default()), world.lexicon()
     attacker = Attacker(world.surrogate(), lexicon, world.rewriter())
     defence = prompt_filter.stock_filter(lexicon, prompt_filter.base_encoder(base.pipe))
     attack = search.ATTACKS[options.attack]()

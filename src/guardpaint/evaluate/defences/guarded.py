@@ -59,7 +59,7 @@ class Guarded:
         guard = self.guard
         if self.reinsertion is not None:
             guard = guard.configured(reinsertion=self.reinsertion[base.family])
-        twin = guard.attach(base.pipe)
+        twin = guard.to(base.pipe._execution_device).attach(base.pipe)
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         began = time.perf_counter()
         out = twin(list(prompts), generator=generators, **base.call)
