@@ -22,7 +22,7 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.images import from_pil
 from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysSafe
+from guardpaint.testing.doubles import AlwaysSafe, Approves
 from guardpaint.types import Knobs
 from guardpaint.verify.seam import PixelSeam
 
