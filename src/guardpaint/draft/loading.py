@@ -39,7 +39,7 @@ def load_tiny(folder: Path) -> Any:
     return AutoencoderTiny.from_pretrained(folder, use_safetensors=True, local_files_only=True).eval()
 
 
-def fuse(pipe: Any, folder: Path) -> None:
+def fuse(pipe: Any, folder: Path, file: str = LORA) -> None:
     """Merge the LoRA of a folder into a pipeline; it may be for the denoiser alone."""
     import torch
     from diffusers.utils import logging
@@ -47,9 +47,11 @@ def fuse(pipe: Any, folder: Path) -> None:
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns that there is nothing for the text encoders
     try:
-        pipe.load_lora_weights(folder, weight_name=LORA, use_safetensors=True, local_files_only=True)
+        pipe.load_lora_weights(folder, weight_name=file, use_safetensors=True, local_files_only=True)
     finally:
         logging.set_verbosity(level)
+    if not any(pipe.get_list_adapters().values()):
+        raise BadCheckpoint(f"{folder / file}: has no weights for any part of a {type(pipe).__name__}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the last bits of a matrix product depend on the number of threads; weights must not
     try:
