@@ -312,7 +312,7 @@ class GuardPaint:
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)
                 elif isinstance(part, Inpainter):
-                    self._weights[name] = fingerprint(part.pipe.unet)
+                    self._weights[name] = fingerprint(part.pipe.unet)  # the hash that earlier logs name
                 elif isinstance(part, SavedPart) and not isinstance(part, WITHOUT_WEIGHTS):
                     self._weights[name] = part.digest()
         return self._weights
