@@ -44,7 +44,7 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
@@ -389,6 +389,7 @@ class GuardPaint:
         device: str | torch.device | None = None,
         policy: Policy | str | Path | None = None,
         token: str | None = None,
+        seam: SeamMetric | None = None,
         audit_log: RecordWriter | None = None,
         **changes: Any,
     ) -> GuardPaint:
@@ -399,7 +400,7 @@ class GuardPaint:
             return guard if device is None else guard.to(device)
         if not isinstance(policy, Policy):
             policy = presets.policy_of(chosen) if policy is None else Policy.load(policy)
-        parts = presets.parts_of(chosen, policy, token)
+        parts = presets.parts_of(chosen, policy, token) | ({} if seam is None else {"seam": seam})
         config = GuardConfig.from_dict({**chosen.config, **changes})
         for weak in weak_settings(policy, config):
             warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
@@ -414,13 +415,19 @@ class GuardPaint:
         policy: Policy | str | Path | None = None,
         lpips: str | Path | None = None,
         audit_log: RecordWriter | None = None,
+        revision: str | None = None,
+        token: str | None = None,
         **changes: Any,
     ) -> GuardPaint:
-        """Load a guard from a directory, or from the hub as `hub:owner/name`; `changes` override its GuardConfig.
+        """Load a guard from a directory, from the hub as `hub:owner/name`, or a preset as `preset:name`.
 
-        Missing parts raise. Every setting that opens a door is warned of.
+        `changes` override its GuardConfig. Missing parts raise. Every setting that opens a door is warned of.
         """
-        directory = resolve(path_or_repo)
+        if str(path_or_repo).startswith(presets.PRESET):
+            seam = None if lpips is None else LpipsVGG.from_file(lpips)
+            name = str(path_or_repo)
+            return cls.from_preset(name, policy=policy, token=token, seam=seam, audit_log=audit_log, **changes)
+        directory = resolve(path_or_repo, access=Access(revision, token))
         manifest, policy, config = read_settings(directory, policy, **changes)
         for weak in weak_settings(policy, config):
             warnings.warn(f"{directory}: {weak}", stacklevel=2)
@@ -431,7 +438,7 @@ class GuardPaint:
             except Exception as error:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
         readouts = load_readouts(directory / "decoders", decoders, manifest.readouts)
-        parts = {role: load_part(role, entry, directory) for role, entry in manifest.parts.items()}
+        parts = {role: load_part(role, entry, directory, token) for role, entry in manifest.parts.items()}
         auditor, calibration = parts["auditor"], config.calibration
         if calibration is not None and calibration.auditor not in ("", auditor.digest()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")

@@ -26,7 +26,9 @@ out = Console()
 
 GuardOption = Annotated[
     str | None,
-    typer.Option("--guard", help="Guard: a directory, hub:OWNER/NAME, or tiny (random). Default: the embedded one."),
+    typer.Option(
+        "--guard", help="A directory, hub:OWNER/NAME, preset:NAME, or tiny (random). Default: the embedded guard."
+    ),
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

@@ -10,13 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from guardpaint.cli.common import JsonOption, dump, out
+from guardpaint.cli.presets import readiness
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "paperdolls")
 
 
 def doctor(
     guard: Annotated[
-        str | None, typer.Option(help="Folder of the guard whose weak settings are listed. Default: the embedded one.")
+        str | None,
+        typer.Option(help="Guard whose weak settings are listed, or preset:NAME. Default: embedded."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,6 +39,7 @@ def doctor(
         "bases": list(named_bases()),
         "testbeds": list(plugins.registered(plugins.TESTBEDS)),
         "guards": list(plugins.registered(plugins.GUARDS)),
+        "preset": readiness(guard) if guard is not None and guard.startswith("preset:") else [],
         "weak_settings": weak_of(guard),
         "self_test": checks,
         "ok": all(c["ok"] for c in checks),
@@ -50,12 +53,17 @@ def doctor(
 
 def weak_of(guard: str | None) -> list[dict[str, str]]:
     """The weak settings of a guard folder, read without its weights; none if there is no guard to look at."""
+    from guardpaint.config import GuardConfig
     from guardpaint.errors import MissingPackage
     from guardpaint.parts.folder import read_settings
+    from guardpaint.parts.presets import PRESET, policy_of, preset
     from guardpaint.store import plugins
     from guardpaint.store.folders import resolve
     from guardpaint.verify.weak import weak_settings
 
+    if guard is not None and guard.startswith(PRESET):
+        chosen = preset(guard)
+        return [w.to_dict() for w in weak_settings(policy_of(chosen), GuardConfig.from_dict(chosen.config))]
     try:
         folder = guard or plugins.load(plugins.GUARDS, "embedded", "the embedded guard")()
     except MissingPackage:
@@ -77,6 +85,8 @@ def print_result(result: dict[str, Any]) -> None:
     for what in ("bases", "testbeds", "guards"):
         table.add_row(f"{what} by name", ", ".join(result[what]) or "none")
     out.print(table)
+    for row in result["preset"]:
+        out.print(f"{row['what']}: {'there' if row['there'] else row['how']}", highlight=False, soft_wrap=True)
     for w in result["weak_settings"]:
         out.print(f"WEAK {w['name']} is {w['value']}: {w['why']}", style="yellow", highlight=False, soft_wrap=True)
     for c in result["self_test"]:

@@ -12,7 +12,20 @@ from typing import Annotated
 import typer
 
 from guardpaint import __version__
-from guardpaint.cli import audit, calibrate, data, demo, doctor, evaluate, generate, log, rollouts, serve, train
+from guardpaint.cli import (
+    audit,
+    calibrate,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    log,
+    presets,
+    rollouts,
+    serve,
+    train,
+)
 from guardpaint.cli.common import EXIT_HELP, err
 from guardpaint.errors import GuardPaintError
 from guardpaint.store import plugins
@@ -29,6 +42,7 @@ app.command(epilog=EXIT_HELP)(generate.generate)
 app.command()(audit.audit)
 app.command()(audit.inspect)
 app.command()(doctor.doctor)
+app.command()(presets.presets)
 app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(calibrate.calibrate)

@@ -17,7 +17,7 @@ import torch
 
 from guardpaint.errors import BadCheckpoint, BadConfig, GuardPaintError
 from guardpaint.store import plugins
-from guardpaint.store.folders import HUB, resolve
+from guardpaint.store.folders import HUB, Access, resolve
 from guardpaint.store.manifest import MANIFEST, PartEntry
 from guardpaint.types import JsonDict
 
@@ -135,7 +135,8 @@ def load_part(role: str, entry: PartEntry, folder: Path | None, token: str | Non
     if entry.source is not None:
         if not entry.source.startswith(HUB) and folder is None:
             raise BadCheckpoint(f"{where}: {entry.source} is no repository")
-        place = resolve(entry.source if entry.source.startswith(HUB) else place / entry.source)
+        hub = entry.source.startswith(HUB)
+        place = resolve(entry.source if hub else place / entry.source, access=Access(token=token if hub else None))
         if entry.sha256 is not None and (found := folder_digest(place)) != entry.sha256:
             raise BadCheckpoint(
                 f"{where}: the files in {place} have the hash {found[:12]}…, the manifest says {entry.sha256[:12]}…; "

@@ -1,0 +1,68 @@
+"""`guardpaint presets` lists the guards of public parts, and what each downloads, covers and was run of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from guardpaint.cli.common import JsonOption, dump, out
+
+
+def presets(as_json: JsonOption = False) -> None:
+    """List the presets: guards of public parts that need no training. Use one as --guard preset:NAME.
+
+    "verified" says what was run of it: the real weights, or models of the same classes with random weights.
+    """
+    from guardpaint.parts.presets import PRESETS
+
+    rows = [described(p) for p in PRESETS.values()]
+    if as_json:
+        dump(rows)
+        return
+    for row in rows:
+        out.print(f"preset:{row['name']}  {row['about']}", style="bold", highlight=False, soft_wrap=True)
+        for category, part in row["covers"].items():
+            out.print(f"  {category}: {part}", highlight=False, soft_wrap=True)
+        for model in row["models"]:
+            size = f"about {model['about_mb']} MB, {model['licence']}"
+            name = f"{model['repo']}@{model['revision']}"
+            out.print(f"  {model['for']}: {name} ({size})", highlight=False, soft_wrap=True)
+        out.print(f"  verified: {row['verified']}", highlight=False)
+        for line in (row["note"], *(f"missing: {how}" for how in row["missing"])):
+            if line:
+                out.print(f"  {line}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def described(preset: Any) -> dict[str, Any]:
+    """A preset as plain data."""
+    return {
+        "name": preset.name,
+        "about": preset.about,
+        "covers": dict(preset.covers),
+        "verified": preset.verified,
+        "models": [{"for": use, **vars(model)} for use, model in preset.models.items()],
+        "missing": list(dict.fromkeys(preset.missing())),
+        "policy": preset.policy or "default",
+        "note": preset.note,
+    }
+
+
+def readiness(name: str) -> list[dict[str, Any]]:
+    """What `doctor` says of a preset: each package and model that it needs, and whether it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from guardpaint.parts.presets import preset
+
+    chosen = preset(name)
+    rows: list[dict[str, Any]] = [
+        {"what": f"package {module}", "there": how not in chosen.missing(), "how": how}
+        for module, how in chosen.packages.items()
+    ]
+    for use, model in chosen.models.items():
+        found = try_to_load_from_cache(model.repo, "config.json", revision=model.revision) or try_to_load_from_cache(
+            model.repo, "model_index.json", revision=model.revision
+        )
+        how = f"would be downloaded: about {model.about_mb} MB, {model.licence}"
+        rows.append({"what": f"{use}: {model.repo}@{model.revision}", "there": isinstance(found, str), "how": how})
+    if chosen.build is None and chosen.name != "dolls":
+        rows.append({"what": "parts", "there": False, "how": chosen.note})
+    return rows
