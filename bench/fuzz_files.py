@@ -26,11 +26,12 @@ from hypothesis import strategies as st
 
 from guardpaint.config import GuardConfig
 from guardpaint.errors import GuardPaintError
-from guardpaint.guard import GuardPaint, load_proposer, read_settings
+from guardpaint.guard import GuardPaint, read_settings
 from guardpaint.loop.audit_log import AuditLog, begin_chain, sign_anchor
 from guardpaint.loop.log_chain import line_of, read_entries, verify_log
 from guardpaint.loop.log_repair import repair_log
 from guardpaint.loop.log_replay import replay
+from guardpaint.parts.kinds import load_part
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import write_json
 from guardpaint.testing import small
@@ -168,8 +169,8 @@ def read_manifest(folder: Path, data: bytes) -> None:
     (folder / "guardpaint.json").write_bytes(data)
     manifest, policy, config = read_settings(folder, DEFAULT if len(data) % 20 else None)
     weak_settings(policy, config)
-    if manifest.proposer != "learned":
-        load_proposer(manifest.proposer, folder, manifest.knobs)
+    if manifest.parts["proposer"].source is None:
+        load_part("proposer", manifest.parts["proposer"], folder)
 
 
 DEFAULT = Policy.default()

@@ -7,7 +7,9 @@ Quality is the PSNR on photographs that the shipped readouts were not fitted on:
 `view_db` a view at 224 px, `glance_db` one at 128 px, each against the whole tiny decode of the same latents shrunk to
 that size; `shrunken_db` the same for pictures of shrunken latents; `synthetic_db` and `synthetic_glance_db` with
 readouts fitted on synthetic pictures; `full_db` the whole tiny decode against the photograph, both shrunk to 224 px.
-Times are those of one view and one auditor pass, relative to one step of classifier-free guidance at SD 1.5 size.
+`perfect_denoiser.max_error.<scheduler>` is the largest error of the loop's own arithmetic with a denoiser that knows
+the clean latent. Times are those of one view and one auditor pass, relative to one step of classifier-free guidance at
+SD 1.5 size; they want an idle machine.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from guardpaint.draft.early_exit import SIDE, SYNTHETIC, EarlyExits, fitted
 from guardpaint.draft.natural import natural_pictures
 from guardpaint.draft.readouts import decoded, latents_of
 from guardpaint.store.results import metric, require_clean, write_results
+from guardpaint.testing import perfect
 from guardpaint.testing.photographs import HELD_OUT, fitting, photograph
 from guardpaint.train.readouts import decibels
 
@@ -178,7 +181,7 @@ def main() -> None:
     require_clean(args.out)
     metrics: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    for found, more in (quality(folder, args.sides), times(folder, args.repeats)):
+    for found, more in (quality(folder, args.sides), perfect.measured(), times(folder, args.repeats)):
         metrics |= found
         rows += more
     write_results(args.out, metrics, rows, seed=0)

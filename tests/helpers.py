@@ -25,9 +25,10 @@ def call(pipe, prompt="a quiet street", seed=1, steps=5, output_type="pt", **kwa
     return pipe(prompt, num_inference_steps=steps, output_type=output_type, **{**SIZE, **kwargs})
 
 
-def bright_guard(gain: float = 1.0, repairer=None, proposer=None, **config) -> GuardPaint:
+def bright_guard(gain: float = 1.0, repairer=None, proposer=None, approver=None, **config) -> GuardPaint:
     """A guard whose detector flags bright pixels and whose repairer paints them dark: edits get accepted."""
-    return GuardPaint(FlagsBright(gain), repairer or PaintsFlat(), proposer, config=GuardConfig(**config))
+    parts = FlagsBright(gain), repairer or PaintsFlat(), proposer
+    return GuardPaint(*parts, approver=approver, config=GuardConfig(**config))
 
 
 def captured(guard: GuardPaint) -> list:

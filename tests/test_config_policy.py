@@ -80,7 +80,7 @@ def test_five_category_example():
     auditor = small.auditor(categories=policy.names)
     assert list(auditor.audit(torch.rand(1, 3, 64, 64), ["x"], 0.0)[0].probs) == list(policy.names)
     GuardPaint(auditor, PaintsFlat(), policy=policy)
-    with pytest.raises(BadConfig, match="auditor knows"):
+    with pytest.raises(BadConfig, match="can tell self_harm, hate_symbols"):
         GuardPaint(AlwaysSafe(), PaintsFlat(), policy=policy)
 
 

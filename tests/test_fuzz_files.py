@@ -18,6 +18,7 @@ from guardpaint.loop.audit_log import AuditLog
 from guardpaint.loop.log_chain import continued_from, line_of, read_anchor, verify_log
 from guardpaint.loop.log_replay import replay
 from guardpaint.policy import Policy
+from guardpaint.store.manifest import ROLES
 from guardpaint.testing import small
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "100"))
@@ -100,9 +101,14 @@ def test_strange_manifests(text, tmp_path):
     [
         ("decoders", ["../../elsewhere"], "families are"),
         ("decoders", "sd", "not a list"),
-        ("repairer", "x" * 9999, "neither"),
-        ("knobs", {"cfg": "hot"}, "cfg must be a number"),
-        ("knobs", {"depth": 10**9}, "depth must be a whole number"),
+        ("repairer", {"kind": "x" * 9999}, "repairer of kind"),
+        ("repairer", "native", "is not kind, source"),
+        ("proposer", {"kind": "fixed", "options": {"knobs": {"cfg": "hot"}}}, "cfg must be a number"),
+        ("proposer", {"kind": "fixed", "options": {"knobs": {"depth": 10**9}}}, "depth must be a whole number"),
+        ("proposer", {"kind": "fixed", "options": {"speed": 3}}, "no option speed"),
+        ("auditor", {"kind": "auditor-scorer", "source": "../../elsewhere", "sha256": ""}, "not a folder inside"),
+        ("auditor", {"kind": "auditor-scorer", "source": "/tmp", "sha256": ""}, "not a folder inside"),
+        ("auditor", {"kind": "auditor-scorer", "source": "auditor"}, "no sha256"),
         ("config", {"retain_evidence": "no"}, "retain_evidence"),
         ("config", {"calibration": 7}, "is a mapping"),
         ("config", {"calibration": {"alpha": 0.1, "beta": 0.1, "data": "", "bands": [{"start": 0, "thresholds": [],
@@ -112,7 +118,9 @@ def test_strange_manifests(text, tmp_path):
 def test_strange_entries_of_a_manifest(guard_folder, key, value, match):
     path = guard_folder / "guardpaint.json"
     sound = path.read_text()
-    path.write_text(json.dumps({**json.loads(sound), "proposer": "fixed", key: value}))
+    manifest = json.loads(sound)
+    (manifest["parts"] if key in ROLES else manifest)[key] = value
+    path.write_text(json.dumps(manifest))
     try:
         with pytest.raises((BadCheckpoint, BadConfig), match=match) as caught:
             GuardPaint.from_pretrained(guard_folder)

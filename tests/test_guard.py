@@ -61,7 +61,8 @@ def test_fixed_knobs_are_kept(tmp_path):
     GuardPaint(base.parts.auditor, base.parts.repairer, FixedProposer(knobs, "optimised")).save_pretrained(tmp_path)
     assert GuardPaint.from_pretrained(tmp_path).parts.proposer == FixedProposer(knobs, "optimised")
     manifest = json.loads((tmp_path / "guardpaint.json").read_text())
-    (tmp_path / "guardpaint.json").write_text(json.dumps({**manifest, "knobs": {"colour": "red"}}))
+    manifest["parts"]["proposer"]["options"]["knobs"] = {"colour": "red"}
+    (tmp_path / "guardpaint.json").write_text(json.dumps(manifest))
     with pytest.raises(BadCheckpoint, match="knobs"):
         GuardPaint.from_pretrained(tmp_path)
 

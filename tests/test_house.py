@@ -32,6 +32,7 @@ ORDER = (
     "reinsert",
     "loop",
     "doors",
+    "parts",
     "guard",
     "testing",
     "bases",
@@ -46,6 +47,7 @@ ORDER = (
 INSIDE_OUT = {
     ("types", "draft"): "type names of the base model that a Draft carries",
     ("doors", "guard"): "the ComfyUI door is given a whole guard",
+    ("parts", "guard"): "what is uploaded is a whole guard",
 }
 """The only imports that go the other way, and why; each is for type checking, or of one file."""
 

@@ -100,26 +100,33 @@ class Scope:
     steps: tuple[int, int]
     tile_offset: float = 0.0
     """Logits by which the scores of tiles are lowered before they are compared with the thresholds."""
+    offered: tuple[int, int] | None = None
+    """Smallest and largest side that the guard answers for, if measured leaks make that less than `pixels`. Larger
+    pictures are still audited in tiles, but count as outside of the scope."""
 
     def __post_init__(self) -> None:
-        for name in ("pixels", "guidance", "steps"):
+        for name in ("pixels", "guidance", "steps", *(("offered",) if self.offered is not None else ())):
             value = getattr(self, name)
             if not isinstance(value, tuple) or len(value) != 2 or not all(map(is_number, value)):
                 raise BadConfig(f"scope {name}={shown(value)}: give two numbers")
             if not 0 <= value[0] <= value[1]:
                 raise BadConfig(f"scope {name}={shown(value)}: give the lowest and the highest value, in this order")
+        low, high = self.pixels
+        if self.offered is not None and not low <= self.offered[0] <= self.offered[1] <= high:
+            raise BadConfig(f"scope offered={shown(self.offered)}: must lie within pixels={shown(self.pixels)}")
         good = is_number(self.side) and is_number(self.tile_offset)
         if not good or not 8 <= self.side <= self.pixels[1] or not -20 <= self.tile_offset <= 20:
             raise BadConfig(
                 f"scope side={shown(self.side)}, tile_offset={shown(self.tile_offset)}: the side is at least 8 and at "
                 f"most pixels[1]={self.pixels[1]}, the offset lies in [-20, 20]"
             )
-        if not all(isinstance(v, int) for v in (self.side, *self.pixels, *self.steps)):
-            raise BadConfig(f"scope {shown(self)}: side, pixels and steps are whole numbers")
+        whole = (self.side, *self.pixels, *self.steps, *(self.offered or ()))
+        if not all(isinstance(v, int) for v in whole):
+            raise BadConfig(f"scope {shown(self)}: side, pixels, offered and steps are whole numbers")
 
     def outside(self, size: tuple[int, int], guidance: float | None = None, steps: int | None = None) -> list[str]:
         """What of a call lies outside of the calibrated settings, in words; None is not checked."""
-        low, high = self.pixels
+        low, high = self.offered or self.pixels
         found = []
         if min(size) < low or max(size) > high:
             found.append(f"{size[1]}x{size[0]} pixels (both sides from {low} to {high})")
@@ -133,6 +140,8 @@ class Scope:
     def from_dict(cls, data: Mapping[str, Any]) -> Scope:
         try:
             pairs = {k: tuple(data[k]) for k in ("pixels", "guidance", "steps")}
+            if data.get("offered") is not None:
+                pairs["offered"] = tuple(data["offered"])
             return cls(**{**data, **pairs})
         except (KeyError, TypeError) as error:
             raise BadConfig(f"scope: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import threading
 import uuid
 import warnings
@@ -34,22 +33,26 @@ from guardpaint.loop.audit_log import RecordWriter
 from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
-from guardpaint.policy import Policy
+from guardpaint.parts import presets
+from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
+from guardpaint.parts.sharing import Hub, push
+from guardpaint.policy import Finding, Policy
 from guardpaint.repair.inpainter import Inpainter
-from guardpaint.repair.knobs import FixedProposer, UniformProposer, checked_knobs
+from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import resolve
-from guardpaint.store.manifest import MANIFEST, VERSION, Manifest, read_manifest
-from guardpaint.types import Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.store.manifest import MANIFEST, ROLES, VERSION, Manifest, read_manifest
+from guardpaint.types import SAFE, Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 
 REMEMBERED = 256
+WITHOUT_WEIGHTS = (NativeRepairer, UniformProposer, FixedProposer)
 
 
 class ThreadCalls(threading.local):
@@ -74,6 +77,7 @@ class GuardPaint:
         repairer: Repairer,
         proposer: Proposer | None = None,
         *,
+        approver: Approver | None = None,
         policy: Policy | None = None,
         config: GuardConfig | None = None,
         seam: SeamMetric | None = None,
@@ -83,17 +87,15 @@ class GuardPaint:
         audit_log: RecordWriter | None = None,
     ) -> None:
         policy = policy or Policy.default()
-        if tuple(auditor.categories) != policy.names:
-            raise BadConfig(
-                f"the auditor knows {list(auditor.categories)} but policy {policy.name!r} names "
-                f"{list(policy.names)}; they must be the same, in the same order"
-            )
+        check_categories(auditor, approver, policy)
         if seam is None:
             seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
         config = config or GuardConfig()
         if config.keep and ranker is None:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
-        self.parts = Parts(auditor, repairer, proposer or UniformProposer(), seam, policy, config, ranker)
+        proposer = proposer or UniformProposer()
+        check_scores(auditor, proposer, ranker)
+        self.parts = Parts(auditor, repairer, proposer, seam, policy, config, ranker, approver)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
             raise BadConfig(
@@ -124,6 +126,7 @@ class GuardPaint:
             self.parts.auditor,
             self.parts.repairer,
             self.parts.proposer,
+            approver=self.parts.approver,
             policy=policy or self.parts.policy,
             config=self.config.with_(**changes),
             seam=self.parts.seam,
@@ -139,6 +142,8 @@ class GuardPaint:
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
         self.check_views(pipe)
+        if self.parts.uncovered:
+            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=2)
         return attach(self, pipe)
 
     @contextmanager
@@ -288,6 +293,13 @@ class GuardPaint:
         whole = look(view.at(self.parts.fine_size)[None])[0]
         return self.parts.with_tiles(whole, view.native, view.size, look)
 
+    def finding(self, image: Float[Tensor, "3 h w"], audit: Audit, prompt: str | None = None) -> Finding | None:
+        """Why a finished picture must not be released: the auditor's finding, or else the approver's."""
+        found = self.parts.finding(audit, 1.0)
+        if found is not None or self.parts.approver is None:
+            return found
+        return self.parts.approval(image, prompt, edited=False)[1]
+
     def weak_settings(self) -> list[WeakSetting]:
         """The settings of this guard that open a door, each with what it lets through; empty for a sound guard."""
         return weak_settings(self.policy, self.config)
@@ -295,12 +307,14 @@ class GuardPaint:
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of the weights of each component that is used; computed once."""
         if not self._weights:
-            for name in ("auditor", "proposer", *(("ranker",) if self.config.keep else ())):
+            for name in ("auditor", "approver", "proposer", "repairer", *(("ranker",) if self.config.keep else ())):
                 part = getattr(self.parts, name)
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)
-            if isinstance(self.parts.repairer, Inpainter):
-                self._weights["repairer"] = fingerprint(self.parts.repairer.pipe.unet)
+                elif isinstance(part, Inpainter):
+                    self._weights[name] = fingerprint(part.pipe.unet)
+                elif isinstance(part, SavedPart) and not isinstance(part, WITHOUT_WEIGHTS):
+                    self._weights[name] = part.digest()
         return self._weights
 
     def to(self, device: str | torch.device) -> GuardPaint:
@@ -317,43 +331,80 @@ class GuardPaint:
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write guardpaint.json, policy.yaml and one folder per component; guardpaint.json is written last."""
         directory = Path(directory)
-        auditor, repairer, proposer = self.parts.auditor, self.parts.repairer, self.parts.proposer
-        if not isinstance(auditor, AuditorScorer):
-            raise BadConfig(f"{type(auditor).__name__} is not an AuditorScorer and cannot be saved here")
-        manifest: JsonDict = {
-            "version": VERSION,
-            "config": self.config.to_dict(),
-            "decoders": sorted(self.decoders),
-            "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
-        }
-        auditor.save_pretrained(directory / "auditor", dtype)
-        manifest["repairer"] = repairer.name
-        if isinstance(repairer, Inpainter):
-            repairer.save_pretrained(directory / "repairer")
-        elif not isinstance(repairer, NativeRepairer):
-            raise BadConfig(f"repairer {repairer.name!r} cannot be saved; known: inpainter, native")
-        manifest["proposer"] = proposer.name
-        if isinstance(proposer, TournamentProposer):
-            proposer.save_pretrained(directory / "proposer", dtype)
-        elif isinstance(proposer, FixedProposer):
-            manifest["knobs"] = proposer.knobs.as_dict()
-        elif not isinstance(proposer, UniformProposer):
-            raise BadConfig(f"proposer {proposer.name!r} cannot be saved; known: learned, uniform, fixed")
-        manifest["ranker"] = self.parts.ranker is not None
-        if self.parts.ranker is not None:
-            self.parts.ranker.save_pretrained(directory / "ranker", dtype)
+        parts = self.chosen_parts()
+        for role, part in parts.items():
+            kind_of(role, part)  # before anything is written
+        entries = {role: save_part(role, part, directory, dtype).to_dict() for role, part in parts.items()}
         for name, decoder in self.decoders.items():
             decoder.save_pretrained(directory / "decoders" / name)
         for name, own in self.exits.items():
             if own.known is not None:
                 own.known.save(directory / "decoders" / name)
         write_atomic(directory / "policy.yaml", yaml.safe_dump(self.policy.to_dict(), sort_keys=False).encode())
+        manifest: JsonDict = {
+            "version": VERSION,
+            "config": self.config.to_dict(),
+            "parts": entries,
+            "decoders": sorted(self.decoders),
+            "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
+        }
         write_json(directory / MANIFEST, manifest)
+
+    def push_to_hub(
+        self,
+        repo: str,
+        about: Mapping[str, Any],
+        *,
+        private: bool = True,
+        revision: str | None = None,
+        token: str | None = None,
+        hub: Hub | None = None,
+    ) -> str:
+        """Upload this guard with a model card; returns the name by which `from_pretrained` loads it.
+
+        `about` has `license`, and `metrics` (a number by name) if they are known.
+        """
+        if hub is None:
+            from huggingface_hub import HfApi
+
+            hub = HfApi(token=token)
+        return push(self, repo, about, hub, private=private, revision=revision)
+
+    def chosen_parts(self) -> dict[str, Any]:
+        """The parts by role, without those that a guard has by itself."""
+        found = {role: getattr(self.parts, role) for role in ROLES}
+        own_seam = isinstance(self.parts.seam, BackboneSeam) and self.parts.seam.auditor is self.parts.auditor
+        return {role: part for role, part in found.items() if part is not None and not (role == "seam" and own_seam)}
 
     @classmethod
     def embedded(cls, **changes: Any) -> GuardPaint:
         """The default guard that an installed package provides (`paperdolls`); `changes` as in from_pretrained."""
         return cls.from_pretrained(plugins.load(plugins.GUARDS, "embedded", "the embedded guard")(), **changes)
+
+    @classmethod
+    def from_preset(
+        cls,
+        name: str,
+        *,
+        device: str | torch.device | None = None,
+        policy: Policy | str | Path | None = None,
+        token: str | None = None,
+        audit_log: RecordWriter | None = None,
+        **changes: Any,
+    ) -> GuardPaint:
+        """A guard of public parts (`guardpaint presets` lists them); `changes` override its GuardConfig."""
+        chosen = presets.preset(name)
+        if chosen.name == "dolls":
+            guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
+            return guard if device is None else guard.to(device)
+        if not isinstance(policy, Policy):
+            policy = presets.policy_of(chosen) if policy is None else Policy.load(policy)
+        parts = presets.parts_of(chosen, policy, token)
+        config = GuardConfig.from_dict({**chosen.config, **changes})
+        for weak in weak_settings(policy, config):
+            warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
+        guard = cls(**parts, policy=policy, config=config, audit_log=audit_log)
+        return guard if device is None else guard.to(device)
 
     @classmethod
     def from_pretrained(
@@ -380,21 +431,46 @@ class GuardPaint:
             except Exception as error:
                 raise BadCheckpoint(f"{directory / 'decoders' / name}: {error}") from error
         readouts = load_readouts(directory / "decoders", decoders, manifest.readouts)
-        auditor = AuditorScorer.from_pretrained(directory / "auditor")
-        calibration = config.calibration
-        if calibration is not None and calibration.auditor not in ("", auditor.identity()):
+        parts = {role: load_part(role, entry, directory) for role, entry in manifest.parts.items()}
+        auditor, calibration = parts["auditor"], config.calibration
+        if calibration is not None and calibration.auditor not in ("", auditor.digest()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
-        return cls(
-            auditor,
-            load_repairer(manifest.repairer, directory),
-            load_proposer(manifest.proposer, directory, manifest.knobs),
-            policy=policy,
-            config=config,
-            seam=LpipsVGG.from_file(lpips) if lpips is not None else None,
-            ranker=Ranker.from_pretrained(directory / "ranker") if manifest.ranker else None,
-            decoders=decoders,
-            readouts=readouts,
-            audit_log=audit_log,
+        if lpips is not None:
+            parts["seam"] = LpipsVGG.from_file(lpips)
+        return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
+
+
+def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:
+    """Raise BadConfig if a part tells categories that the policy does not name, or none tells one that it names."""
+    for who, part in (("auditor", auditor), ("approver", approver)):
+        if part is None:
+            continue
+        unknown = [c for c in part.categories if c not in policy.names]
+        if unknown or SAFE not in part.categories:
+            raise BadConfig(
+                f"the {who} knows {list(part.categories)} but policy {policy.name!r} names {list(policy.names)}; "
+                "map its labels to the policy's categories, or use a policy with its own"
+            )
+    known = {*auditor.categories, *(() if approver is None else approver.categories)}
+    blind = [c.name for c in policy.categories if c.name not in known and not c.uncovered]
+    if blind:
+        raise BadConfig(
+            f"neither auditor nor approver can tell {', '.join(blind)}, which policy {policy.name!r} names; add a part "
+            "that can, or write `uncovered: accepted` under the category in the policy file"
+        )
+
+
+def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) -> None:
+    """Raise BadConfig if a trained part needs scores or embeddings that the auditor does not give."""
+    unknown = sorted(auditor.absent - {"F", "P", "B"})
+    if unknown:
+        raise BadConfig(f"the auditor declares {', '.join(unknown)} absent; only F, P and B can be")
+    if auditor.absent and ranker is not None:
+        raise BadConfig(f"the ranker needs F, P and B; this auditor gives no {', '.join(sorted(auditor.absent))}")
+    if isinstance(proposer, TournamentProposer) and not isinstance(auditor, AuditorScorer):
+        raise BadConfig(
+            f"the learned proposer needs the embeddings of an AuditorScorer, not of {type(auditor).__name__}; leave "
+            "the proposer out, or train one with this auditor"
         )
 
 
@@ -435,25 +511,3 @@ def load_readouts(folder: Path, decoders: Iterable[str], identities: Mapping[str
             "fit them again with `guardpaint train readouts --guard`"
         )
     return found
-
-
-def load_repairer(name: str, directory: Path) -> Repairer:
-    if name == "inpainter":
-        return Inpainter.from_pretrained(directory / "repairer")
-    if name == "native":
-        return NativeRepairer()
-    raise BadCheckpoint(f"{directory}: repairer {reprlib.repr(name)} is neither inpainter nor native")
-
-
-def load_proposer(name: str, directory: Path, knobs: JsonDict | None = None) -> Proposer:
-    if name == "learned":
-        return TournamentProposer.from_pretrained(directory / "proposer")
-    if knobs is not None:
-        try:
-            return FixedProposer(checked_knobs(knobs), name)
-        except TypeError as error:
-            raise BadCheckpoint(f"{directory}: knobs {reprlib.repr(knobs)} of the proposer ({error})") from error
-    for known in (UniformProposer(), FixedProposer()):
-        if known.name == name:
-            return known
-    raise BadCheckpoint(f"{directory}: proposer {reprlib.repr(name)} is none of learned, uniform, fixed")

@@ -32,6 +32,8 @@ class Category:
     """The category is also flagged when its probability reaches this. A threshold can only make the rule stricter."""
     safe_prompt: str = ""
     """The prompt that a repairer without safety training paints instead."""
+    uncovered: str = ""
+    """`accepted`: the category may be one that neither auditor nor approver can tell; every report then says so."""
 
 
 MOST_BYTES, DEEPEST = 1 << 17, 20
@@ -54,10 +56,13 @@ class PlainYaml(yaml.SafeLoader):
         return node
 
 
+TEXTS = ("name", "definition", "safe_prompt", "uncovered")
+
+
 def category(value: Any) -> Category:
     """A category from a mapping of a policy file."""
     values = dict(value)
-    fields: dict[str, Any] = {k: text(values.pop(k), k) for k in ("name", "definition", "safe_prompt") if k in values}
+    fields: dict[str, Any] = {k: text(values.pop(k), k) for k in TEXTS if k in values}
     fields |= {k: number(values.pop(k), k) for k in ("weight", "threshold") if values.get(k) is not None}
     values.pop("threshold", None)
     exemptions = texts(values.pop("exemptions", ()), "exemptions")
@@ -113,6 +118,8 @@ class Policy:
         for c in self.categories:
             if c.threshold is not None and not 0.0 < c.threshold <= 1.0:
                 raise BadConfig(f"category {c.name}: threshold={c.threshold} must be in (0, 1]")
+            if c.uncovered not in ("", "accepted"):
+                raise BadConfig(f"category {c.name}: uncovered={c.uncovered!r} can only be 'accepted'")
             if not (math.isfinite(c.weight) and c.weight > 0):
                 raise BadConfig(f"category {c.name}: weight={c.weight} must be positive")
         unknown = [s for s in self.last_resort if s not in LADDER]
@@ -141,18 +148,24 @@ class Policy:
 
         A category's threshold, from the policy or from calibration (the lower one counts), can only make this stricter.
         """
+        return self.finding_of(audit.adv_prob, audit.probs, calibrated)
+
+    def finding_of(
+        self, adv_prob: float, probs: Mapping[str, float], calibrated: Mapping[str, float] | None = None
+    ) -> Finding | None:
+        """The same for bare scores, with a probability for every category of the policy."""
         for c in self.categories[1:]:
-            p = audit.probs[c.name]
+            p = probs[c.name]
             limits = [t for t in (c.threshold, (calibrated or {}).get(c.name)) if t is not None]
             if limits and p >= min(limits):
                 return Finding(c.name, f"p({c.name}) {p:.3f} ≥ {min(limits):.3f}")
-        harm = audit.harm
+        harm = max(probs, key=probs.__getitem__)
         if harm != SAFE:
-            return Finding(harm, f"most probable class is {harm} ({audit.probs[harm]:.3f})")
-        if not audit.adv_prob < self.trigger:
-            harms = {c: p for c, p in audit.probs.items() if c != SAFE}
+            return Finding(harm, f"most probable class is {harm} ({probs[harm]:.3f})")
+        if not adv_prob < self.trigger:
+            harms = {c: p for c, p in probs.items() if c != SAFE}
             likeliest = max(harms, key=harms.__getitem__)
-            return Finding(likeliest, f"adv_prob {audit.adv_prob:.3f} ≥ {self.trigger:.2f}")
+            return Finding(likeliest, f"adv_prob {adv_prob:.3f} ≥ {self.trigger:.2f}")
         return None
 
     def digest(self) -> str:
@@ -172,6 +185,7 @@ class Policy:
                     "weight": c.weight,
                     **({} if c.threshold is None else {"threshold": c.threshold}),
                     "safe_prompt": c.safe_prompt,
+                    **({"uncovered": c.uncovered} if c.uncovered else {}),
                 }
                 for c in self.categories
             ],

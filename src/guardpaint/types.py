@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -67,11 +68,11 @@ class Audit:
     safety: float
     """S, policy safety = min(1 − adv_prob, p_safe)."""
     faithfulness: float | None
-    """F, or None when no prompt text is known."""
-    quality: float
-    """P, perceptual quality."""
-    suppression: float
-    """B, suppression confidence = 1 − relative adversary strength."""
+    """F, or None when no prompt text is known or the auditor gives no F."""
+    quality: float | None
+    """P, perceptual quality, or None if the auditor gives none."""
+    suppression: float | None
+    """B, suppression confidence = 1 − relative adversary strength, or None if the auditor gives none."""
     adv_map: Float[Tensor, "h w"]
     class_maps: dict[str, Float[Tensor, "h w"]]
     image_embed: Float[Tensor, " d"]
@@ -80,6 +81,41 @@ class Audit:
     """Shorter side of the view that was scored."""
     tiles: tuple[TileAudit, ...] = ()
     """The views that this audit is made of, the whole picture first; empty if only the whole picture was shown."""
+
+    @classmethod
+    def from_scores(
+        cls,
+        probs: Mapping[str, float],
+        heat: Tensor | Mapping[str, Tensor] | None = None,
+        *,
+        pixels: int,
+        faithfulness: float | None = None,
+        image_embed: Tensor | None = None,
+    ) -> Audit:
+        """An audit from the probability of every category, `safe` among them; they sum to one.
+
+        `heat` says where harm is, in [0, 1]: one map, or one for each harmful category. Without it the whole picture
+        counts as one region. P and B are absent.
+        """
+        harms = [c for c in probs if c != SAFE]
+        unsafe = 1.0 - probs[SAFE]
+        if heat is None:
+            heat = torch.full((1, 1), unsafe)
+        maps = {c: heat[c] if isinstance(heat, Mapping) else heat for c in harms}
+        worst = torch.stack([m.float() for m in maps.values()]).amax(0)
+        return cls(
+            adv_prob=unsafe,
+            probs=dict(probs),
+            safety=probs[SAFE],
+            faithfulness=faithfulness,
+            quality=None,
+            suppression=None,
+            adv_map=worst,
+            class_maps={SAFE: 1 - worst, **maps},
+            image_embed=torch.zeros(0) if image_embed is None else image_embed,
+            text_embed=None,
+            pixels=pixels,
+        )
 
     @property
     def harm(self) -> str:
@@ -104,6 +140,18 @@ class TileAudit:
     audit: Audit
     offset: float = 0.0
     """By how many logits they were lowered."""
+
+
+@dataclass(frozen=True)
+class Approval:
+    """What an approver says of one finished picture."""
+
+    probs: dict[str, float]
+    """The probability of every category that the approver covers, `safe` among them; they sum to one."""
+    by: str
+    """The part that decided, such as the member of a cascade that was asked last."""
+    heat: Float[Tensor, "h w"] | None = None
+    """Where harm is, if the approver can tell."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +222,25 @@ class Auditor(Protocol):
     """Any detector that can score views; `AuditorScorer` is the one that ships."""
 
     categories: tuple[str, ...]
+    """What it can tell: `safe` and harms of the policy. A policy must accept the harms that no part covers."""
+    absent: frozenset[str]
+    """The scores out of F, P and B that it cannot give; their gates are skipped and the report says so."""
     sizes: tuple[int, int]
     """Shorter side in pixels of the coarse and of the fine pass."""
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]: ...
+
+
+@runtime_checkable
+class Approver(Protocol):
+    """A second look that takes no part in choosing: it sees a finished picture before it is released."""
+
+    categories: tuple[str, ...]
+
+    @property
+    def name(self) -> str: ...
+
+    def approve(self, image: Float[Tensor, "3 h w"], prompt: str | None, edited: bool) -> Approval: ...
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from guardpaint.config import Scope
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat, constant_audit
+from guardpaint.testing.doubles import AlwaysSafe, FlagsBright, PaintsFlat, constant_audit
 from guardpaint.types import Tile, TileAudit
 
 SCOPE = Scope(side=32, pixels=(32, 128), guidance=(1.0, 10.0), steps=(1, 50))
@@ -175,3 +175,16 @@ def test_tiles_of_an_edited_picture_are_not_lowered():
         parts.finding(parts.with_tiles(whole, lambda: picture, (64, 64), look, edited), 1.0) for edited in (False, True)
     ]
     assert found[0] is None and found[1] is not None
+
+
+def test_a_guard_may_answer_for_fewer_sizes_than_it_audits_in_tiles():
+    """Up to 128 px pictures are tiled; the guard answers for 32 px only, so 64 px is outside, and tiled all the same."""
+    narrow = replace(SCOPE, offered=(32, 32))
+    assert not narrow.outside((32, 32)) and not SCOPE.outside((64, 64))
+    assert narrow.outside((64, 64)) == ["64x64 pixels (both sides from 32 to 32)"]
+    assert Scope.from_dict(asdict(narrow)) == narrow
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat()).configured(scope=narrow)
+    assert len(guard.parts.tiles_of((64, 64))[1]) > 1
+    for wrong in ((16, 32), (32, 256), (64, 32), (32,), ("a", "b"), (32, 40.5)):
+        with pytest.raises(BadConfig):
+            Scope.from_dict({**asdict(SCOPE), "offered": wrong})

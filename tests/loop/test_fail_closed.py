@@ -15,7 +15,7 @@ from guardpaint.loop.audit_log import AuditLog, verify_log
 from guardpaint.policy import Policy
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.testing import small
-from guardpaint.testing.doubles import CATEGORIES, AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
 KEEP = replace(Policy.default(), last_resort=("keep",))
@@ -260,7 +260,7 @@ def test_not_finite_is_named():
 
     audit = AlwaysSafe().audit(torch.zeros(1, 3, 8, 8), ["a"], 0.0)[0]
     with pytest.raises(NotFinite, match="inf"):
-        check_audit(replace(audit, quality=float("inf")), CATEGORIES)
+        check_audit(replace(audit, quality=float("inf")), AlwaysSafe(), "a prompt")
 
 
 class FineOnly(FlagsBright):

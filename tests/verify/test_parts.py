@@ -12,7 +12,6 @@ from guardpaint.guard import GuardPaint
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat, constant_audit
 from guardpaint.verify.parts import check_audit
 
-NAMES = ("safe", "nudity", "violence")
 WRONG = {
     "all zero": {"safe": 0.0, "nudity": 0.0, "violence": 0.0},
     "over one": {"safe": 1.4, "nudity": -0.2, "violence": -0.2},
@@ -35,14 +34,14 @@ def test_wrong_probabilities_block(sd_pipe, probs):
 @pytest.mark.parametrize("score", ["adv_prob", "safety", "quality", "suppression", "faithfulness"])
 def test_a_score_outside_its_range_is_an_error(score):
     good = constant_audit(0.1, "a cat", 64)
-    check_audit(good, NAMES)
+    check_audit(good, AlwaysSafe(), "a cat")
     for value in (1.5, -0.5):
         with pytest.raises(BadInput, match="lie in"):
-            check_audit(replace(good, **{score: value}), NAMES)
+            check_audit(replace(good, **{score: value}), AlwaysSafe(), "a cat")
     with pytest.raises(NotFinite):
-        check_audit(replace(good, **{score: float("nan")}), NAMES)
+        check_audit(replace(good, **{score: float("nan")}), AlwaysSafe(), "a cat")
 
 
 def test_rounding_is_forgiven():
     probs = {"safe": 1.0000001, "nudity": 0.0, "violence": -1e-7}
-    check_audit(replace(constant_audit(0.0, None, 64), probs=probs), NAMES)
+    check_audit(replace(constant_audit(0.0, None, 64), probs=probs), AlwaysSafe(), None)

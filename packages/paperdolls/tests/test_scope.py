@@ -26,3 +26,10 @@ def test_the_embedded_guard_can_be_given_a_scope(tmp_path):
         warnings.simplefilter("error", UserWarning)
         guard = GuardPaint.from_pretrained(tmp_path / "guard")
     assert guard.config.scope is not None and guard.config.scope.pixels == (64, 128)
+
+
+def test_the_embedded_guard_answers_for_the_size_its_bases_learned_only():
+    scope = GuardPaint.embedded().config.scope
+    assert scope is not None and not scope.outside((64, 64), 4.0, 25)
+    for call in (((128, 128), 4.0, 25), ((32, 32), 4.0, 25), ((64, 64), 15.0, 25), ((64, 64), 4.0, 3)):
+        assert scope.outside(*call)

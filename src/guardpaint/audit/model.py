@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
 from guardpaint.errors import BadConfig
 from guardpaint.store.checkpoint import fingerprint, loaded, read_shape, save_module
-from guardpaint.types import SAFE, Audit
+from guardpaint.types import SAFE, Audit, JsonDict
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -155,6 +155,8 @@ def pooled(maps: Float[Tensor, "*n u v"], how: str) -> Float[Tensor, "*n"]:
 class AuditorScorer(nn.Module):
     """Trigger, localise and score. Implements the `Auditor` protocol."""
 
+    kind: ClassVar[str] = "auditor-scorer"
+    absent: frozenset[str] = frozenset()
     f_slope: Tensor
     f_offset: Tensor
     mean: Tensor
@@ -339,6 +341,12 @@ class AuditorScorer(nn.Module):
         """SHA-256 of weights and configuration: what thresholds are calibrated for."""
         whole = fingerprint(self) + json.dumps(asdict(self.config), sort_keys=True)
         return hashlib.sha256(whole.encode()).hexdigest()
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def digest(self) -> str:
+        return self.identity()
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """config.json, model.safetensors, tokenizer.json."""

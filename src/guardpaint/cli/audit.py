@@ -76,8 +76,9 @@ def worst(guard: GuardPaint, upload: Upload, prompt: str | None) -> tuple[Readin
 
     found: tuple[Reading, Audit, Finding | None] | None = None
     for reading in upload.readings():
-        audit = guard.audit_image(from_pil(reading.image), prompt)
-        other = reading, audit, guard.parts.finding(audit, 1.0)
+        picture = from_pil(reading.image)
+        audit = guard.audit_image(picture, prompt)
+        other = reading, audit, guard.finding(picture, audit, prompt)
         found = other if found is None else max(found, other, key=badness)
     assert found is not None, "every picture has a frame"
     return found

@@ -9,8 +9,20 @@ import typer
 
 
 def calibrate(
-    auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
-    views: Annotated[Path, typer.Option(help="Folder with views of split calibration.")],
+    auditor: Annotated[Path | None, typer.Option(help="A trained auditor, calibrated on --views.")] = None,
+    views: Annotated[Path | None, typer.Option(help="Folder with views of split calibration.")] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(help="Harmless pictures: sets the levels of any auditor and approver of --guard on them."),
+    ] = None,
+    unsafe: Annotated[
+        Path | None, typer.Option(help="Labelled harmful pictures: one subfolder for each category.")
+    ] = None,
+    alarms: Annotated[float, typer.Option(help="With --pictures: largest share of harmless pictures flagged.")] = 0.05,
+    misses: Annotated[float, typer.Option(help="With --unsafe: largest share of a category that may pass.")] = 0.10,
+    may_raise: Annotated[
+        bool, typer.Option("--raise", help="A level may rise above its publisher's although misses are not measured.")
+    ] = False,
     out_file: Annotated[Path, typer.Option("--out", help="File for the thresholds (JSON).")] = Path("calibration.json"),
     alpha: Annotated[float, typer.Option(help="Highest miss rate per category.")] = 0.05,
     beta: Annotated[float, typer.Option(help="Highest share of unsafe area left uncovered.")] = 0.10,
@@ -20,9 +32,23 @@ def calibrate(
     guard: Annotated[Path | None, typer.Option(help="Write the thresholds into this guard's config too.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
 ) -> None:
-    """Find thresholds with a bounded miss rate and coverage (conformal risk control), per band of progress."""
-    from guardpaint.evaluate import calibrate as measure
+    """Set thresholds with finite-sample bounds, in one of two ways.
+
+    A trained auditor: --auditor and --views bound misses and coverage per band of progress. Any other guard: --guard
+    and --pictures bound false alarms on your own harmless pictures, and with --unsafe misses too. Pictures in one
+    subfolder, such as crops of one photograph, count as one.
+    """
+    from guardpaint.errors import BadInput
     from guardpaint.policy import Policy
+
+    if pictures is not None:
+        if guard is None or auditor is not None or views is not None:
+            raise BadInput("--pictures sets the levels of a whole guard: name its folder with --guard, and no --views")
+        calibrate_pictures(guard, pictures, unsafe, (alarms, misses, may_raise))
+        return
+    if auditor is None or views is None:
+        raise BadInput("name --auditor and --views for a trained auditor, or --guard and --pictures for any other")
+    from guardpaint.evaluate import calibrate as measure
 
     starts = sorted({0.0, *(band or [0.7, 0.9])})
     rules = Policy.load(policy) if policy else Policy.default()
@@ -31,6 +57,20 @@ def calibrate(
         limits = ", ".join(f"{name} {t:.3f} (n={b.n[name]})" for name, t in b.thresholds.items())
         level = "as configured (no masks are known)" if b.mask_level is None else f"{b.mask_level:.3f}"
         typer.echo(f"from progress {b.start:g}: {limits}; mask level {level}")
+
+
+def calibrate_pictures(guard: Path, pictures: Path, unsafe: Path | None, goals: tuple[float, float, bool]) -> None:
+    """Set the levels of a guard's parts and print them."""
+    from guardpaint.evaluate import picture_calibration as measure
+
+    for role, chosen in measure.run(guard, pictures, unsafe, measure.Goals(*goals)).items():
+        for category, one in chosen.items():
+            low, high = one.alarms["ci"]
+            rate = f"{one.alarms['value']:.3f} [{low:.3f}, {high:.3f}] of {one.alarms['n']} harmless flagged"
+            missed = "misses not measured"
+            if one.misses is not None:
+                missed = f"{one.misses['value']:.3f} of {one.misses['n']} missed"
+            typer.echo(f"{role}, {category}: {one.published:.4f} -> {one.level:.4f} ({one.why}); {rate}; {missed}")
 
 
 def calibrate_scope(

@@ -185,7 +185,7 @@ class Session:
             context = self.context(image, draft, PixelView(picture), edited=True)
             plan = None if draft is None else RepairPlan.usual(self.guard.parts, label="final ")
             decision = conclude(context, picture, image.edited, plan)
-            image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
+            image.recorder.finish(decision.verdict, decision.audits, decision.ladder, decision.approvals)
             if decision.repair is not None and decision.status.released:
                 context.writer.composed()
             return decision

@@ -96,8 +96,8 @@ def row_of(audit: Audit, policy: Policy) -> Row:
         "triggered": int(finding is not None),
         **{f"p_{name}": round(p, 5) for name, p in audit.probs.items()},
         "F": None if audit.faithfulness is None else round(audit.faithfulness, 5),
-        "P": round(audit.quality, 5),
-        "B": round(audit.suppression, 5),
+        "P": None if audit.quality is None else round(audit.quality, 5),
+        "B": None if audit.suppression is None else round(audit.suppression, 5),
     }
 
 

@@ -29,7 +29,7 @@ from guardpaint.loop.step import StepContext, reinsert_repair, run_step
 from guardpaint.reinsert.apply import Reinserted
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.types import Audit, Draft, Edit, JsonDict
-from guardpaint.verify.parts import Parts, check_audit
+from guardpaint.verify.parts import Parts
 
 FAILED_OVERLAP = 0.2
 """A hold has failed when a new trigger covers more than this share of it."""
@@ -254,7 +254,7 @@ class GuardedCall:
     def guard_image(self, i: int, context: StepContext, first: Audit) -> Tensor | None:
         """Run one image's step; returns its new latent if a repair was accepted, else None."""
         parts = self.setup.parts
-        check_audit(first, parts.policy.names)
+        first = parts.checked(first, context.prompt)
         with context.writer.clock("audit"):
             first = context.in_tiles(first, context.view)
         result = run_step(context, first)

@@ -13,7 +13,7 @@ from torch import Tensor
 from guardpaint.errors import GuardTimeout
 from guardpaint.loop.evidence import Evidence
 from guardpaint.loop.pictures import blurred_thumbnail
-from guardpaint.loop.report import AuditRecord, FinalRecord, GlanceRecord, StepRecord
+from guardpaint.loop.report import ApprovalRecord, AuditRecord, FinalRecord, GlanceRecord, StepRecord
 from guardpaint.policy import Finding
 from guardpaint.store.images import to_pil
 from guardpaint.types import Audit, Draft, JsonDict
@@ -52,9 +52,15 @@ class Recorder:
         if self.limit and self.spent > self.limit:
             raise GuardTimeout(f"the guard spent {self.spent:.2f} s on one image, over timeout_s={self.limit}")
 
-    def finish(self, verdict: str, audits: Sequence[AuditRecord], ladder: Sequence[JsonDict]) -> None:
+    def finish(
+        self,
+        verdict: str,
+        audits: Sequence[AuditRecord],
+        ladder: Sequence[JsonDict],
+        approvals: Sequence[ApprovalRecord],
+    ) -> None:
         """Write the final verdict; called when it is known what is released."""
-        self.final = FinalRecord(verdict, list(audits), list(ladder))
+        self.final = FinalRecord(verdict, list(audits), list(ladder), list(approvals))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
         decision = conclude(context, picture, image.edited, plan)
         if output_type == "latent":
             decision = as_latent(call, images, i, context, decision)
-        image.recorder.finish(decision.verdict, decision.audits, decision.ladder)
+        image.recorder.finish(decision.verdict, decision.audits, decision.ladder, decision.approvals)
         if decision.repair is not None and decision.status.released:
             context.writer.composed()
         return decision
@@ -123,12 +123,17 @@ def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, d
         return replace(decision, status=Status.BLOCKED, repair=None)
     changed = x0_substitution(spatial(call, images, i), edit_of(decision.repair, draft), draft.after, draft.eps)
     clean = clean_latent(call, changed, draft)
-    finding, record = look_twice(context, draft.base.decode(clean).cpu())
+    shown = draft.base.decode(clean).cpu()
+    finding, record = look_twice(context, shown)
+    if finding is None and context.parts.approver is not None:
+        _, finding, approval = context.approval(shown, edited=True)
+        decision = replace(decision, approvals=(*decision.approvals, approval))
     if finding is None:
         latent = call.packed(changed).to(images.dtype)
         return replace(decision, latent=latent, audits=(*decision.audits, record))
     if decision.otherwise is not None:
-        return as_latent(call, images, i, context, decision.otherwise)
+        earlier = replace(decision.otherwise, approvals=decision.approvals)
+        return as_latent(call, images, i, context, earlier)
     ladder = tried(decision, "latent", "flagged after the VAE round trip")
     return replace(decision, status=Status.BLOCKED, verdict="flagged", repair=None, ladder=ladder)
 
@@ -214,6 +219,7 @@ def effective_settings(call: GuardedCall) -> JsonDict:
     setup, state = call.setup, call.state
     parts = setup.parts
     skipped = [{"what": "guard", "why": note} for note in state.notes]
+    skipped += unguarded(parts)
     if parts.config.mode != "enforce":
         skipped.append({"what": "repair", "why": f"mode is {parts.config.mode}"})
     if state.prompts is None:
@@ -235,6 +241,16 @@ def effective_settings(call: GuardedCall) -> JsonDict:
         "weights": setup.weights,
         "skipped": skipped,
     }
+
+
+def unguarded(parts: Parts) -> list[JsonDict]:
+    """What the guard's parts cannot tell: gates without a score, and categories that nobody looks for."""
+    gates = [
+        {"what": f"gate {name}", "why": f"the auditor gives no {name}"}
+        for name in sorted(parts.auditor.absent & {"F", "P"})
+    ]
+    why = "no part can tell it; the policy accepts that"
+    return [*gates, *({"what": f"category {name}", "why": why} for name in parts.uncovered)]
 
 
 def glances_of(call: GuardedCall) -> JsonDict | None:
@@ -268,6 +284,9 @@ def components(parts: Parts) -> JsonDict:
         "scope": None if parts.config.scope is None else asdict(parts.config.scope),
         "weak": [w.to_dict() for w in weak_settings(parts.policy, parts.config)],
         "auditor": type(parts.auditor).__name__,
+        "approver": None if parts.approver is None else parts.approver.name,
+        "absent_scores": sorted(parts.auditor.absent),
+        "uncovered": list(parts.uncovered),
         "repairer": parts.repairer.name,
         "proposer": parts.proposer.name,
         "seam": parts.seam.name,

@@ -101,6 +101,18 @@ class GlanceRecord:
 
 
 @dataclass
+class ApprovalRecord:
+    """One look of the approver at a finished picture."""
+
+    by: str
+    """The part that decided."""
+    probs: dict[str, float]
+    flagged: str | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
 class FinalRecord:
     """The verdict on the final image, and the rungs of the last-resort ladder that were tried."""
 
@@ -109,6 +121,8 @@ class FinalRecord:
     audits: list[AuditRecord] = field(default_factory=list)
     """The audits of the released picture and of the pictures that it was made from."""
     ladder: list[JsonDict] = field(default_factory=list)
+    approvals: list[ApprovalRecord] = field(default_factory=list)
+    """What the approver said of each finished picture that it was shown; the last one is the released picture's."""
 
 
 @dataclass

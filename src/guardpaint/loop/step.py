@@ -5,6 +5,7 @@ Every stage is a function of a frozen `StepContext` and returns a value; records
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +19,11 @@ from guardpaint.draft.family import Family
 from guardpaint.draft.views import PixelView, View, shrink
 from guardpaint.errors import NotFinite
 from guardpaint.loop.recorder import StepWriter
-from guardpaint.loop.report import AuditRecord
+from guardpaint.loop.report import ApprovalRecord, AuditRecord
 from guardpaint.policy import Finding
 from guardpaint.reinsert.apply import Reinserted, reinsert
 from guardpaint.store.seeds import derive
-from guardpaint.types import Audit, Draft, Edit, Proposer, Region
+from guardpaint.types import Approval, Audit, Draft, Edit, Proposer, Region
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.tournament import Tournament
 
@@ -60,6 +61,17 @@ class StepContext:
     def in_tiles(self, whole: Audit, view: View) -> Audit:
         """Add the tiles of a view to the audit of the whole, if there are any."""
         return self.parts.with_tiles(whole, view.native, view.size, self.look, self.edited)
+
+    def approval(
+        self, picture: Float[Tensor, "3 h w"], edited: bool
+    ) -> tuple[Approval, Finding | None, ApprovalRecord]:
+        """What the approver says of a finished picture, the finding if it does not pass, and the record."""
+        began = time.perf_counter()
+        with self.writer.clock("approve"):
+            said, finding = self.parts.approval(picture, self.prompt, edited)
+        flagged, reason = (finding.category, finding.reason) if finding else (None, "")
+        seconds = time.perf_counter() - began
+        return said, finding, ApprovalRecord(said.by, said.probs, flagged, reason, seconds)
 
     def found(self, audit: Audit, decoder: str) -> tuple[Finding | None, AuditRecord]:
         """The finding of an audit, and its record."""

@@ -12,14 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.regions import soft_mask, union
+from guardpaint.audit.tiles import enlarged
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import NotFinite
 from guardpaint.loop.pictures import BLUR_CELLS, coarse
-from guardpaint.loop.report import AuditRecord, Status
+from guardpaint.loop.report import ApprovalRecord, AuditRecord, Status
 from guardpaint.loop.step import Repair, RepairPlan, StepContext, confirm, repair, unsafe_regions
 from guardpaint.policy import Finding
 from guardpaint.repair.knobs import StrongProposer
-from guardpaint.types import SAFE, Audit, JsonDict
+from guardpaint.types import SAFE, Approval, Audit, JsonDict
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Decision:
     """The audits of the released picture and of the pictures that it was made from."""
     ladder: tuple[JsonDict, ...] = ()
     """The rungs of the last-resort ladder that were tried, with their outcomes."""
+    approvals: tuple[ApprovalRecord, ...] = ()
+    """What the approver said of the finished pictures that it was shown, in their order."""
     otherwise: Decision | None = None
     """Another decision that passed too. It is used if this one's picture does not survive the VAE's round trip."""
 
@@ -61,7 +64,8 @@ def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool
     seen = confirm(context, first)
     if seen.finding is None:
         clean = Decision(Status.REPAIRED if repaired else Status.CLEAN, "benign", audits=seen.records)
-        return improved(context, image, seen.audit, clean) if repaired else clean
+        passed = improved(context, image, seen.audit, clean) if repaired else clean
+        return approved(Finished(context, image, seen.audit, repaired), passed)
     flagged = Decision(Status.RELEASED_FLAGGED, "flagged", audits=seen.records)
     if parts.config.mode == "monitor":
         return flagged
@@ -74,9 +78,54 @@ def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool
         flagged = replace(flagged, audits=(*flagged.audits, record))
         if after is None:
             passed = replace(flagged, status=Status.REPAIRED, verdict="benign", repair=won)
-            return improved(context, won.view, won.audit, passed)
+            passed = improved(context, won.view, won.audit, passed)
+            return approved(Finished(context, image, audit, repaired), passed)
         image, audit, finding = won.view, won.audit, after
     return last_resort(Flagged(context, image, audit, finding, won), flagged)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished picture as the base and the loop left it, with its audit."""
+
+    context: StepContext
+    image: Float[Tensor, "3 h w"]
+    audit: Audit
+    repaired: bool
+    """Whether an accepted repair is already in the picture."""
+
+
+def approved(finished: Finished, passed: Decision) -> Decision:
+    """Show the picture that the auditor passed to the approver, if there is one.
+
+    If it is refused, the earlier picture that passed too is tried, then the last-resort ladder.
+    """
+    context = finished.context
+    if context.parts.approver is None:
+        return passed
+    won = passed.repair
+    image, audit = (finished.image, finished.audit) if won is None else (won.view, won.audit)
+    said, finding, record = context.approval(image, finished.repaired or won is not None)
+    passed = replace(passed, approvals=(*passed.approvals, record))
+    if finding is None:
+        return passed
+    if passed.otherwise is not None:
+        return approved(finished, replace(passed.otherwise, approvals=passed.approvals))
+    refused = Decision(Status.RELEASED_FLAGGED, "flagged", audits=passed.audits, approvals=passed.approvals)
+    if context.parts.config.mode == "monitor":
+        return refused
+    context.writer.triggered(finding)
+    return last_resort(Flagged(context, image, with_heat(audit, said), finding, won), refused)
+
+
+def with_heat(audit: Audit, said: Approval) -> Audit:
+    """The audit with the approver's heat map laid over its own, so that the ladder finds what the approver saw."""
+    if said.heat is None:
+        return audit
+    heat = said.heat.float().cpu()
+    size = (int(heat.shape[0]), int(heat.shape[1]))
+    both = torch.maximum(enlarged(audit.adv_map, size), heat)
+    return replace(audit, adv_map=both, class_maps={c: both if c != SAFE else 1 - both for c in audit.class_maps})
 
 
 def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, passed: Decision) -> Decision:
@@ -139,6 +188,9 @@ def last_resort(flagged: Flagged, decision: Decision) -> Decision:
             continue
         found, record = look_twice(flagged.context, won.view)
         decision = replace(decision, audits=(*decision.audits, record))
+        if found is None and flagged.context.parts.approver is not None:
+            _, found, approval = flagged.context.approval(won.view, edited=True)
+            decision = replace(decision, approvals=(*decision.approvals, approval))
         if found is None:
             status = Status.REPAIRED if rung == "strong_repair" else Status.BLURRED
             ladder = tried(decision, rung, "passed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -17,14 +17,16 @@ from guardpaint.draft.loading import LORA, fuse, load_tiny, without_bars
 from guardpaint.draft.schedule import level_at
 from guardpaint.errors import BadCheckpoint
 from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
+from guardpaint.store.checkpoint import fingerprint
 from guardpaint.store.folders import resolve
-from guardpaint.types import Level, RepairRequest
+from guardpaint.types import JsonDict, Level, RepairRequest
 
 
 class Inpainter:
     """Repairs with a StableDiffusionInpaintPipeline's parts. Implements the `Repairer` protocol."""
 
     name = "inpainter"
+    kind: ClassVar[str] = "inpainter"
 
     def __init__(self, pipe: Any, tiny: Any | None = None) -> None:
         channels = pipe.unet.config.in_channels
@@ -61,6 +63,12 @@ class Inpainter:
         except Exception as error:
             raise BadCheckpoint(f"{directory}: not a StableDiffusionInpaintPipeline ({error})") from error
         return cls(pipe, tiny)
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def digest(self) -> str:
+        return fingerprint(self.pipe.unet)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Save the whole pipeline; a LoRA that was loaded beside it is merged into its weights."""

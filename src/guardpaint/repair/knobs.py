@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.errors import BadCheckpoint
+from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.store.seeds import generator
-from guardpaint.types import Knobs, ProposerState
+from guardpaint.types import JsonDict, Knobs, ProposerState
 
 RANGES: dict[str, tuple[float, float]] = {
     "cfg": (1.0, 15.0),
@@ -60,6 +64,20 @@ class UniformProposer:
     """Knobs drawn uniformly from their ranges, one candidate after the other: few are a prefix of many."""
 
     name: str = "uniform"
+    kind: ClassVar[str] = "uniform"
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing: it has no files."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> UniformProposer:
+        return cls()
+
+    def digest(self) -> str:
+        return sha256_hex(self.kind)
 
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
         g = generator(seed, "uniform")
@@ -79,6 +97,23 @@ class FixedProposer:
 
     knobs: Knobs = DEFAULT
     name: str = "fixed"
+    kind: ClassVar[str] = "fixed"
+
+    def options(self) -> JsonDict:
+        return {"knobs": self.knobs.as_dict(), "name": self.name}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing: it has no files."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, knobs: JsonDict | None = None, name: str = "fixed") -> FixedProposer:
+        try:
+            return cls(DEFAULT if knobs is None else checked_knobs(knobs), name)
+        except TypeError as error:
+            raise BadCheckpoint(f"{folder}: knobs {reprlib.repr(knobs)} of the proposer ({error})") from error
+
+    def digest(self) -> str:
+        return sha256_hex(repr(self.knobs))
 
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
         return tuple(replace(self.knobs, seed_offset=(i % SEED_BUCKETS) * SEED_STRIDE) for i in range(n))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,7 +13,8 @@ from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
 from guardpaint.errors import BadInput
 from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
-from guardpaint.types import Level, RepairRequest
+from guardpaint.store.checkpoint import sha256_hex
+from guardpaint.types import JsonDict, Level, RepairRequest
 
 
 class NativeRepairer:
@@ -21,6 +25,20 @@ class NativeRepairer:
     """
 
     name = "native"
+    kind: ClassVar[str] = "native"
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing: it has no files."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> NativeRepairer:
+        return cls()
+
+    def digest(self) -> str:
+        return sha256_hex(self.kind)
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         return self._paint(request, denoise)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from guardpaint.errors import BadConfig
 from guardpaint.repair.knobs import CONTINUOUS, SEED_BUCKETS, denormalise
-from guardpaint.store.checkpoint import loaded, read_shape, save_module
+from guardpaint.store.checkpoint import fingerprint, loaded, read_shape, save_module
 from guardpaint.store.seeds import generator
-from guardpaint.types import Knobs, ProposerState
+from guardpaint.types import JsonDict, Knobs, ProposerState
 
 POOL = 4
 LOG_STD = (-4.0, 0.5)
@@ -92,6 +92,7 @@ class TournamentProposer(nn.Module):
     """π(a | s) over five continuous knobs and a seed bucket. Implements the `Proposer` protocol."""
 
     name = "learned"
+    kind: ClassVar[str] = "learned"
 
     def __init__(self, config: ProposerConfig | None = None) -> None:
         super().__init__()
@@ -152,6 +153,12 @@ class TournamentProposer(nn.Module):
     def propose(self, state: ProposerState, n: int, seed: int) -> tuple[Knobs, ...]:
         actions = self.sample(self.encode(state), n, generator(seed, "proposer"))
         return tuple(denormalise(a.cpu(), b) for a, b in zip(actions.unclipped, actions.buckets.tolist(), strict=True))
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def digest(self) -> str:
+        return fingerprint(self)
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         save_module(self, {"kind": "TournamentProposer", **asdict(self.config)}, Path(directory), dtype)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from guardpaint.repair.knobs import normalise
-from guardpaint.store.checkpoint import loaded, read_shape, save_module
-from guardpaint.types import Audit, Knobs
+from guardpaint.store.checkpoint import fingerprint, loaded, read_shape, save_module
+from guardpaint.types import Audit, JsonDict, Knobs
 
 FEATURES = 16
 """Five scores of the preview, five changes against the control, five knobs, coverage; progress is the seventeenth."""
 
 
 def scores(audit: Audit) -> list[float]:
+    assert audit.quality is not None and audit.suppression is not None  # a guard with a ranker has all scores
     return [audit.safety, audit.faithfulness or 0.0, audit.quality, audit.suppression, 1 - audit.adv_prob]
 
 
@@ -44,6 +46,8 @@ class RankerConfig:
 class Ranker(nn.Module):
     """A small network that predicts from the early features of a candidate how good it will be."""
 
+    kind: ClassVar[str] = "ranker"
+
     def __init__(self, config: RankerConfig | None = None) -> None:
         super().__init__()
         self.config = config = config or RankerConfig()
@@ -59,6 +63,12 @@ class Ranker(nn.Module):
     def rank(self, x: Float[Tensor, "n f"]) -> Float[Tensor, " n"]:
         """Scores on the CPU."""
         return self(x.to(self.net[0].weight)).cpu()  # type: ignore[arg-type]
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def digest(self) -> str:
+        return fingerprint(self)
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         save_module(self, {"kind": "Ranker", **asdict(self.config)}, Path(directory), dtype)

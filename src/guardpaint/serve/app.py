@@ -279,7 +279,8 @@ def create_app(service: Service) -> FastAPI:
                 "not_ready",
                 kind="server_error",
             )
-        return {"status": "ready", "model": service.name, "policy": service.worker.policy_note}
+        blind = {"uncovered": service.worker.uncovered} if service.worker.uncovered else {}
+        return {"status": "ready", "model": service.name, "policy": service.worker.policy_note, **blind}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=promised(401, 403))
     async def numbers(key: Annotated[Key, Depends(caller)]) -> Response:

@@ -45,7 +45,7 @@ def audited(guard: GuardPaint, picture: Image.Image, prompt: str | None, key: Ke
     """The audit of an uploaded picture, with as much detail as the caller may see."""
     image = from_pil(picture)
     audit = guard.audit_image(image, prompt)
-    finding = guard.parts.finding(audit, 1.0)
+    finding = guard.finding(image, audit, prompt)
     boxes: list[list[int]] = []
     if finding is not None:
         for region in mine(audit.adv_map, (int(image.shape[-2]), int(image.shape[-1])), guard.config, 1.0):
@@ -96,6 +96,7 @@ def for_owner(report: JsonDict) -> JsonDict:
             "verdict": final["verdict"],
             "audits": [audit_for_owner(a) for a in final["audits"]],
             "ladder": [{"rung": rung["rung"], "outcome": rung["outcome"]} for rung in final["ladder"]],
+            "approvals": [approval_for_owner(a) for a in final["approvals"]],
         },
         "effective_settings": {**without_paths(settings), "skipped": skipped},
         "errors": ["the guard failed"] * bool(report["errors"]),
@@ -126,6 +127,17 @@ def audit_for_owner(audit: JsonDict) -> JsonDict:
         "probs": coarse(audit["probs"]),
         "flagged": audit["flagged"],
         "reason": plain(audit["flagged"]),
+    }
+
+
+def approval_for_owner(approval: JsonDict) -> JsonDict:
+    flagged = approval["flagged"]
+    return {
+        "by": "approver",
+        "probs": coarse(approval["probs"]),
+        "flagged": flagged,
+        "reason": plain(flagged),
+        "seconds": 0.0,
     }
 
 

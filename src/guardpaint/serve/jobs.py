@@ -157,6 +157,8 @@ class Drawing(Protocol):
     """Whether evidence is kept unblurred for operators."""
     scope: Scope | None
     """The settings that the guard was calibrated for."""
+    uncovered: list[str]
+    """Categories of the policy that no part of the guard can tell."""
     closing: bool
     on_batch: Callable[[list[Job], list[GuardReport], float], None] | None
 

@@ -2,7 +2,8 @@
 
 Groups: `guardpaint.bases` (named base models), `guardpaint.guards` (folders of ready guards; `embedded` is the default
 one), `guardpaint.testbeds` (worlds to train and measure in), `guardpaint.models` (models that can be trained, with
-their trainers) and `guardpaint.commands` (command groups).
+their trainers), `guardpaint.commands` (command groups), and `guardpaint.auditors`, `.approvers`, `.repairers` and
+`.judges` (classes of parts, by kind).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from guardpaint.errors import MissingPackage
 
 BASES, GUARDS, TESTBEDS, MODELS, COMMANDS = (
     f"guardpaint.{name}" for name in ("bases", "guards", "testbeds", "models", "commands")
+)
+AUDITORS, APPROVERS, REPAIRERS, JUDGES = (
+    f"guardpaint.{name}" for name in ("auditors", "approvers", "repairers", "judges")
 )
 HOW_TO_INSTALL = "pip install paperdolls (in a checkout: pip install -e packages/paperdolls)"
 """The package that brings the embedded guard, its base models and the testbed they were trained in."""

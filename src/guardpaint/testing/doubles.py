@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from guardpaint.types import SAFE, Audit, RepairRequest
+from guardpaint.types import SAFE, Approval, Audit, RepairRequest
 
 CATEGORIES = (SAFE, "nudity", "violence")
 MAP = 16
@@ -41,6 +41,7 @@ class AlwaysSafe:
     """Never triggers."""
 
     categories: tuple[str, ...] = CATEGORIES
+    absent: frozenset[str] = frozenset()
     sizes: tuple[int, int] = (32, 64)
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
@@ -52,6 +53,7 @@ class AlwaysUnsafe:
     """Always triggers, and no repair ever satisfies it."""
 
     categories: tuple[str, ...] = CATEGORIES
+    absent: frozenset[str] = frozenset()
     sizes: tuple[int, int] = (32, 64)
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
@@ -65,6 +67,7 @@ class Raises:
     after: int = 0
     error: BaseException = RuntimeError("the auditor broke")  # noqa: RUF009
     categories: tuple[str, ...] = CATEGORIES
+    absent: frozenset[str] = frozenset()
     sizes: tuple[int, int] = (32, 64)
     passes: int = 0
 
@@ -81,6 +84,7 @@ class FlagsBright:
 
     gain: float = 1.0
     categories: tuple[str, ...] = CATEGORIES
+    absent: frozenset[str] = frozenset()
     sizes: tuple[int, int] = (32, 64)
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
@@ -88,6 +92,20 @@ class FlagsBright:
         heat = F.adaptive_avg_pool2d(light[:, None], MAP)[:, 0].cpu()
         means = light.mean((1, 2)).tolist()
         return [constant_audit(m, p, min(images.shape[-2:]), h) for m, p, h in zip(means, prompts, heat, strict=True)]
+
+
+@dataclass
+class Approves:
+    """An approver that answers with the same probability of harm for every picture, and counts what it was asked."""
+
+    harm: float = 0.0
+    name: str = "approves"
+    categories: tuple[str, ...] = CATEGORIES
+    asked: int = 0
+
+    def approve(self, image: Float[Tensor, "3 h w"], prompt: str | None, edited: bool) -> Approval:
+        self.asked += 1
+        return Approval({SAFE: 1 - self.harm, "nudity": self.harm, "violence": 0.0}, self.name)
 
 
 @dataclass

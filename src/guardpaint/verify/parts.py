@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,18 @@ from guardpaint.draft.codec import resize
 from guardpaint.errors import BadInput, NotFinite
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.ranker import Ranker
-from guardpaint.types import Audit, Auditor, Proposer, Repairer, SeamMetric, Tile, TileAudit
+from guardpaint.types import (
+    SAFE,
+    Approval,
+    Approver,
+    Audit,
+    Auditor,
+    Proposer,
+    Repairer,
+    SeamMetric,
+    Tile,
+    TileAudit,
+)
 
 Look = Callable[[Tensor], list[Audit]]
 """Views of one image → checked audits of them."""
@@ -38,15 +49,39 @@ class Parts:
     config: GuardConfig
     ranker: Ranker | None = None
     """Prunes candidates after a preview when `config.keep` asks for it."""
+    approver: Approver | None = None
+    """Looks at every finished picture; takes no part in choosing."""
     observer: Callable[[Any], None] | None = None
     """Called with every `Tournament` before it is played; if it raises, the image fails closed."""
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One auditor pass. A score that is missing or not a number is an error, never a pass."""
         audits = self.auditor.audit(images, prompts, noise)
-        for audit in audits:
-            check_audit(audit, self.policy.names)
-        return audits
+        return [self.checked(audit, prompt) for audit, prompt in zip(audits, prompts, strict=True)]
+
+    def checked(self, audit: Audit, prompt: str | None) -> Audit:
+        """An audit that can be relied on, with every category of the policy in it; raises for any other."""
+        check_audit(audit, self.auditor, prompt)
+        return completed(audit, self.policy.names)
+
+    def approval(
+        self, image: Float[Tensor, "3 h w"], prompt: str | None, edited: bool
+    ) -> tuple[Approval, Finding | None]:
+        """What the approver says of a finished picture, and the finding if it does not pass."""
+        assert self.approver is not None
+        approval = self.approver.approve(image, prompt, edited)
+        check_probabilities(approval.probs, self.approver.categories, "approver")
+        if approval.heat is not None and not torch.isfinite(approval.heat).all():
+            raise NotFinite("the approver answered with a heat map that holds NaN or infinity")
+        every = {name: approval.probs.get(name, 0.0) for name in self.policy.names}
+        finding = self.policy.finding_of(1 - every[SAFE], every)
+        return approval, None if finding is None else replace(finding, reason=f"{approval.by}: {finding.reason}")
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Categories of the policy that neither auditor nor approver can tell."""
+        known = {*self.auditor.categories, *(() if self.approver is None else self.approver.categories)}
+        return tuple(name for name in self.policy.names if name not in known)
 
     def finding(self, audit: Audit, progress: float) -> Finding | None:
         """The finding of the policy, with the thresholds calibrated for this progress; None if the audit is benign.
@@ -163,16 +198,45 @@ def glance_size(coarse: int) -> int:
     return max(8, round(coarse * 4 / 7))
 
 
-def check_audit(audit: Audit, categories: tuple[str, ...]) -> None:
-    """A score that is missing, not a number or no probability is an error, never a pass."""
-    if set(audit.probs) != set(categories):
-        raise BadInput(f"the auditor scored {sorted(audit.probs)}, the policy names {sorted(categories)}")
-    numbers = [*audit.probs.values(), *(v for v in audit.scores().values() if v is not None)]
+def completed(audit: Audit, categories: tuple[str, ...]) -> Audit:
+    """The audit with probability 0 and an empty map for every category that the auditor cannot tell."""
+    unknown = [c for c in categories if c not in audit.probs]
+    if not unknown:
+        return audit
+    empty = torch.zeros_like(audit.adv_map)
+    return replace(
+        audit,
+        probs={c: audit.probs.get(c, 0.0) for c in categories},
+        class_maps={c: audit.class_maps.get(c, empty) for c in categories},
+    )
+
+
+def check_audit(audit: Audit, auditor: Auditor, prompt: str | None) -> None:
+    """A score that is missing without being declared absent, not a number or no probability is an error."""
+    check_probabilities(audit.probs, auditor.categories, "auditor")
+    for name, value in audit.scores().items():
+        if value is None and name not in auditor.absent and not (name == "F" and prompt is None):
+            raise BadInput(f"the auditor gave no {name}, which it does not declare absent")
+    numbers = [v for v in audit.scores().values() if v is not None]
     if not all(math.isfinite(x) for x in numbers) or not torch.isfinite(audit.adv_map).all():
         raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")
+    refuse_outside(numbers, "auditor")
+
+
+def check_probabilities(probs: Mapping[str, float], categories: tuple[str, ...], who: str) -> None:
+    """Raise unless there is a probability for every category, and they sum to one."""
+    if set(probs) != set(categories):
+        raise BadInput(f"the {who} scored {sorted(probs)}, its categories are {sorted(categories)}")
+    if not all(math.isfinite(p) for p in probs.values()):
+        raise NotFinite(f"the {who} answered with NaN or infinity: {probs}")
+    refuse_outside(probs.values(), who)
+    total = sum(probs.values())
+    if abs(total - 1) > SUM_SLACK:
+        raise BadInput(f"the {who}'s probabilities sum to {total:.3f}, not to 1: {probs}")
+
+
+def refuse_outside(numbers: Iterable[float], who: str) -> None:
+    """Raise BadInput for a score that does not lie in [0, 1]."""
     outside = [x for x in numbers if not -SLACK <= x <= 1 + SLACK]
     if outside:
-        raise BadInput(f"the auditor answered with {outside[0]}: scores and probabilities lie in [0, 1]")
-    total = sum(audit.probs.values())
-    if abs(total - 1) > SUM_SLACK:
-        raise BadInput(f"the auditor's probabilities sum to {total:.3f}, not to 1: {audit.probs}")
+        raise BadInput(f"the {who} answered with {outside[0]}: scores and probabilities lie in [0, 1]")

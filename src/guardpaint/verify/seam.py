@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.errors import BadCheckpoint
-from guardpaint.store.checkpoint import read_tensors
-from guardpaint.types import SeamMetric
+from guardpaint.store.checkpoint import WEIGHTS, fingerprint, read_tensors, sha256_hex, write_atomic
+from guardpaint.types import JsonDict, SeamMetric
 
 KAPPA = 5.0
 RING = 8 / 512
@@ -65,6 +66,7 @@ class LpipsVGG(nn.Module):
     """LPIPS v0.1 on VGG-16: thirteen convolutions, five taps, learned heads; weights by path."""
 
     name = "lpips_vgg"
+    kind: ClassVar[str] = "lpips_vgg"
     PLAN = ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
     CHANNELS = (64, 128, 256, 512, 512)
     shift: Tensor
@@ -95,6 +97,26 @@ class LpipsVGG(nn.Module):
         except (KeyError, RuntimeError) as error:
             raise BadCheckpoint(f"{path}: not LPIPS-VGG weights ({error})") from error
         return model.eval().requires_grad_(False)
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def digest(self) -> str:
+        return fingerprint(self)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The weights under the names that `from_file` reads."""
+        from safetensors.torch import save
+
+        state = {f"lin{i}.weight": head.detach() for i, head in enumerate(self.lins)}
+        for index, conv in self.features.items():
+            assert isinstance(conv, nn.Conv2d) and conv.bias is not None
+            state |= {f"features.{index}.weight": conv.weight.detach(), f"features.{index}.bias": conv.bias.detach()}
+        write_atomic(folder / WEIGHTS, save({k: v.contiguous() for k, v in state.items()}))
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> LpipsVGG:
+        return cls.from_file(folder / WEIGHTS)
 
     def taps(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor]:
         x = (images * 2 - 1 - self.shift) / self.scale
@@ -136,6 +158,20 @@ class PixelSeam:
     """Plain colour distance; for detectors that have no features."""
 
     name = "pixels"
+    kind: ClassVar[str] = "pixels"
+
+    def options(self) -> JsonDict:
+        return {}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing: it has no files."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> PixelSeam:
+        return cls()
+
+    def digest(self) -> str:
+        return sha256_hex(self.kind)
 
     def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
         return ((candidates - control) ** 2).mean(1)

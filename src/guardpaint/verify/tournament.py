@@ -185,7 +185,6 @@ class Tournament:
         rules = self.rules(control)
         audits = []
         for whole, picture, mask in zip(wholes, composed, masks, strict=True):
-            assert whole.faithfulness is not None
             passed = all(
                 g.passed for g in gates(whole.safety, control.safety, whole.faithfulness, whole.quality, rules)
             )
@@ -196,7 +195,6 @@ class Tournament:
     def rules(self, control: Audit) -> GateRules:
         """The gate levels of this tournament."""
         config = self.parts.config
-        assert control.faithfulness is not None
         f_gate = self.f_gate or config.f_gate
         return gate_rules(self.draft.progress, config.delta, f_gate, config.f_drop, config.p_gate, control.faithfulness)
 
@@ -204,11 +202,10 @@ class Tournament:
         """Gates, utilities and the winner (SPEC §5)."""
         config, near = self.parts.config, painted.masks.amax(0)
         control = within(self.audit, near)
-        assert control.faithfulness is not None
         s0, f0, rules = control.safety, control.faithfulness, self.rules(control)
         record = TournamentRecord(
             self.name, self.category, self.region.coverage, proposer, self.parts.repairer.name, config.selection,
-            {"S": s0, "F": f0}, asdict(rules),
+            {"S": s0} | ({} if f0 is None else {"F": f0}), asdict(rules),
         )  # fmt: skip
         for i, k in enumerate(knobs):
             if i not in painted.kept:
@@ -216,8 +213,8 @@ class Tournament:
                 continue
             j = painted.kept.index(i)
             a, q = within(painted.audits[j], near), painted.seams[j]
-            assert a.faithfulness is not None
-            scores = {"S": a.safety, "F": a.faithfulness, "P": a.quality, "B": a.suppression, "Q": q}
+            every = {"S": a.safety, "F": a.faithfulness, "P": a.quality, "B": a.suppression, "Q": q}
+            scores = {name: value for name, value in every.items() if value is not None}
             passed = gates(a.safety, s0, a.faithfulness, a.quality, rules)
             u = utility(a.safety, s0, a.faithfulness, a.quality, a.suppression, q, rules)
             coverage = float(painted.masks[j].mean())

@@ -42,10 +42,12 @@ class GateRules:
     """Already relative or absolute, as configured; −∞ when the gate is off."""
 
 
-def gate_rules(progress: float, delta: float, f_gate: str, f_drop: float, p_gate: str, f_control: float) -> GateRules:
+def gate_rules(
+    progress: float, delta: float, f_gate: str, f_drop: float, p_gate: str, f_control: float | None
+) -> GateRules:
     """Gate levels at this progress. Relative F gate: min(τ_F, F_0 − f_drop)."""
     need_f = tau_f(progress)
-    if f_gate == "relative":
+    if f_gate == "relative" and f_control is not None:
         need_f = min(need_f, f_control - f_drop)
     return GateRules(
         delta=delta,
@@ -54,20 +56,23 @@ def gate_rules(progress: float, delta: float, f_gate: str, f_drop: float, p_gate
     )
 
 
-def gates(s: float, s0: float, f: float, p: float, rules: GateRules) -> tuple[Gate, ...]:
-    """Safety gain, quality and faithfulness gates with their numbers."""
-    return (
-        Gate("S", s, s0 + rules.delta, s > s0 + rules.delta),
-        Gate("P", p, rules.tau_p, p >= rules.tau_p),
-        Gate("F", f, rules.tau_f, f >= rules.tau_f),
-    )
+def gates(s: float, s0: float, f: float | None, p: float | None, rules: GateRules) -> tuple[Gate, ...]:
+    """Safety gain, quality and faithfulness gates with their numbers. A score that is absent has no gate."""
+    found = [Gate("S", s, s0 + rules.delta, s > s0 + rules.delta)]
+    if p is not None:
+        found.append(Gate("P", p, rules.tau_p, p >= rules.tau_p))
+    if f is not None:
+        found.append(Gate("F", f, rules.tau_f, f >= rules.tau_f))
+    return tuple(found)
 
 
-def utility(s: float, s0: float, f: float, p: float, b: float, q: float, rules: GateRules) -> float:
-    """u = (S_i − S_0 − δ)_+ · 1[P ≥ τ_P] · 1[F ≥ τ_F] · B · Q."""
+def utility(
+    s: float, s0: float, f: float | None, p: float | None, b: float | None, q: float, rules: GateRules
+) -> float:
+    """u = (S_i − S_0 − δ)_+ · 1[P ≥ τ_P] · 1[F ≥ τ_F] · B · Q. An absent score is left out of the product."""
     if not all(gate.passed for gate in gates(s, s0, f, p, rules)):
         return 0.0
-    return max(0.0, s - s0 - rules.delta) * b * q
+    return max(0.0, s - s0 - rules.delta) * (1.0 if b is None else b) * q
 
 
 def winner(utilities: list[float], selection: str = "best") -> int | None:

@@ -70,7 +70,7 @@ class Careful:
 
     def __init__(self, inner: Auditor, secret: int, looks: int = 3) -> None:
         self.inner, self.secret, self.looks = inner, secret, looks
-        self.categories, self.sizes = inner.categories, inner.sizes
+        self.categories, self.absent, self.sizes = inner.categories, inner.absent, inner.sizes
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         audits = self.inner.audit(images, prompts, noise)

