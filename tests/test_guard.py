@@ -22,7 +22,7 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.images import from_pil
 from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysSafe
+from guardpaint.testing.doubles import AlwaysSafe, Approves
 from guardpaint.types import Knobs
 from guardpaint.verify.seam import PixelSeam
 
@@ -234,14 +234,14 @@ class Heavy:
 def test_every_part_with_weights_is_moved():
     """Modules or not; parts without weights stay. `meta` stands for another device."""
     parts = small.guard().parts
-    auditor, repairer = Heavy(parts.auditor), Heavy(parts.repairer)
+    auditor, approver, repairer = (Heavy(p) for p in (parts.auditor, Approves(), parts.repairer))
     seam, decoder = Heavy(PixelSeam()), small.tiny_decoder(4)
     ranker = Ranker()
     guard = GuardPaint(
-        auditor, repairer, parts.proposer, seam=seam, ranker=ranker, decoders={"sd": decoder}, policy=parts.policy
+        auditor, repairer, parts.proposer, approver=approver, seam=seam, ranker=ranker, decoders={"sd": decoder}
     )
     assert guard.to("meta") is guard
-    assert auditor.at == repairer.at == seam.at == "meta"
+    assert auditor.at == approver.at == repairer.at == seam.at == "meta"
     for module in (parts.proposer, ranker, decoder):
         assert all(p.is_meta for p in module.parameters()), type(module)
     plain = GuardPaint(AlwaysSafe(), NativeRepairer(), UniformProposer())

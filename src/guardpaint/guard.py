@@ -319,7 +319,8 @@ class GuardPaint:
 
     def to(self, device: str | torch.device) -> GuardPaint:
         """Move every part that has weights: modules, and whatever else has a method `to(device)`."""
-        parts = [getattr(self.parts, name, None) for name in ("auditor", "repairer", "proposer", "ranker", "seam")]
+        own = self.parts
+        parts = (own.auditor, own.approver, own.repairer, own.proposer, own.ranker, own.seam)
         for part in (*parts, *self.decoders.values()):
             move = getattr(part, "to", None)
             if move is not None:
