@@ -26,11 +26,12 @@ from hypothesis import strategies as st
 
 from guardpaint.config import GuardConfig
 from guardpaint.errors import GuardPaintError
-from guardpaint.guard import GuardPaint, read_settings
+from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, begin_chain, sign_anchor
 from guardpaint.loop.log_chain import line_of, read_entries, verify_log
 from guardpaint.loop.log_repair import repair_log
 from guardpaint.loop.log_replay import replay
+from guardpaint.parts.folder import read_settings
 from guardpaint.parts.kinds import load_part
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import write_json

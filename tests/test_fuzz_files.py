@@ -13,10 +13,11 @@ import pytest
 
 from guardpaint.config import GuardConfig
 from guardpaint.errors import AuditLogError, BadCheckpoint, BadConfig, GuardPaintError
-from guardpaint.guard import GuardPaint, read_settings
+from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog
 from guardpaint.loop.log_chain import continued_from, line_of, read_anchor, verify_log
 from guardpaint.loop.log_replay import replay
+from guardpaint.parts.folder import read_settings
 from guardpaint.policy import Policy
 from guardpaint.store.manifest import ROLES
 from guardpaint.testing import small

@@ -234,15 +234,15 @@ class Heavy:
 def test_every_part_with_weights_is_moved():
     """Modules or not; parts without weights stay. `meta` stands for another device."""
     parts = small.guard().parts
-    auditor, approver, repairer = (Heavy(p) for p in (parts.auditor, Approves(), parts.repairer))
+    approver, repairer = Heavy(Approves()), Heavy(parts.repairer)
     seam, decoder = Heavy(PixelSeam()), small.tiny_decoder(4)
     ranker = Ranker()
     guard = GuardPaint(
-        auditor, repairer, parts.proposer, approver=approver, seam=seam, ranker=ranker, decoders={"sd": decoder}
+        parts.auditor, repairer, parts.proposer, approver=approver, seam=seam, ranker=ranker, decoders={"sd": decoder}
     )
     assert guard.to("meta") is guard
-    assert auditor.at == approver.at == repairer.at == seam.at == "meta"
-    for module in (parts.proposer, ranker, decoder):
+    assert approver.at == repairer.at == seam.at == "meta"
+    for module in (parts.auditor, parts.proposer, ranker, decoder):
         assert all(p.is_meta for p in module.parameters()), type(module)
     plain = GuardPaint(AlwaysSafe(), NativeRepairer(), UniformProposer())
     assert plain.to("cpu") is plain

@@ -16,6 +16,7 @@ _WHERE = {
     "AuditorConfig": "guardpaint.audit.model",
     "Inpainter": "guardpaint.repair.inpainter",
     "NativeRepairer": "guardpaint.repair.native",
+    "PipelineRepairer": "guardpaint.repair.pipeline",
     "TournamentProposer": "guardpaint.repair.proposer",
     "GuardPaintError": "guardpaint.errors",
 }
@@ -29,6 +30,7 @@ __all__ = [
     "GuardReport",
     "Inpainter",
     "NativeRepairer",
+    "PipelineRepairer",
     "Policy",
     "TournamentProposer",
     "__version__",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from guardpaint.policy import Policy
     from guardpaint.repair.inpainter import Inpainter
     from guardpaint.repair.native import NativeRepairer
+    from guardpaint.repair.pipeline import PipelineRepairer
     from guardpaint.repair.proposer import TournamentProposer
 
 

@@ -6,7 +6,7 @@ import threading
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from guardpaint.doors.attach import attach
 from guardpaint.doors.calls import finished_output
 from guardpaint.doors.watch import WatchCallback, WatchOptions, watch
 from guardpaint.draft.codec import ViewDecoder
-from guardpaint.draft.early_exit import EarlyExits
 from guardpaint.draft.families import FAMILIES, family_of
 from guardpaint.draft.family import Family
 from guardpaint.draft.loading import load_tiny
-from guardpaint.draft.readouts import CARD, Readouts
+from guardpaint.draft.readouts import Readouts
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.loop.audit_log import RecordWriter
@@ -34,19 +33,20 @@ from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.parts import presets
+from guardpaint.parts.checks import check_categories, check_scores
+from guardpaint.parts.folder import early_exits, load_readouts, read_settings
 from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.parts.sharing import Hub, push
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
 from guardpaint.repair.native import NativeRepairer
-from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import resolve
-from guardpaint.store.manifest import MANIFEST, ROLES, VERSION, Manifest, read_manifest
-from guardpaint.types import SAFE, Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
+from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 from guardpaint.verify.weak import WeakSetting, weak_settings
@@ -312,15 +312,14 @@ class GuardPaint:
                 if isinstance(part, nn.Module):
                     self._weights[name] = fingerprint(part)
                 elif isinstance(part, Inpainter):
-                    self._weights[name] = fingerprint(part.pipe.unet)
+                    self._weights[name] = fingerprint(part.pipe.unet)  # the hash that earlier logs name
                 elif isinstance(part, SavedPart) and not isinstance(part, WITHOUT_WEIGHTS):
                     self._weights[name] = part.digest()
         return self._weights
 
     def to(self, device: str | torch.device) -> GuardPaint:
         """Move every part that has weights: modules, and whatever else has a method `to(device)`."""
-        own = self.parts
-        parts = (own.auditor, own.approver, own.repairer, own.proposer, own.ranker, own.seam)
+        parts = [getattr(self.parts, name, None) for name in ROLES]
         for part in (*parts, *self.decoders.values()):
             move = getattr(part, "to", None)
             if move is not None:
@@ -439,76 +438,3 @@ class GuardPaint:
         if lpips is not None:
             parts["seam"] = LpipsVGG.from_file(lpips)
         return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
-
-
-def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:
-    """Raise BadConfig if a part tells categories that the policy does not name, or none tells one that it names."""
-    for who, part in (("auditor", auditor), ("approver", approver)):
-        if part is None:
-            continue
-        unknown = [c for c in part.categories if c not in policy.names]
-        if unknown or SAFE not in part.categories:
-            raise BadConfig(
-                f"the {who} knows {list(part.categories)} but policy {policy.name!r} names {list(policy.names)}; "
-                "map its labels to the policy's categories, or use a policy with its own"
-            )
-    known = {*auditor.categories, *(() if approver is None else approver.categories)}
-    blind = [c.name for c in policy.categories if c.name not in known and not c.uncovered]
-    if blind:
-        raise BadConfig(
-            f"neither auditor nor approver can tell {', '.join(blind)}, which policy {policy.name!r} names; add a part "
-            "that can, or write `uncovered: accepted` under the category in the policy file"
-        )
-
-
-def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) -> None:
-    """Raise BadConfig if a trained part needs scores or embeddings that the auditor does not give."""
-    unknown = sorted(auditor.absent - {"F", "P", "B"})
-    if unknown:
-        raise BadConfig(f"the auditor declares {', '.join(unknown)} absent; only F, P and B can be")
-    if auditor.absent and ranker is not None:
-        raise BadConfig(f"the ranker needs F, P and B; this auditor gives no {', '.join(sorted(auditor.absent))}")
-    if isinstance(proposer, TournamentProposer) and not isinstance(auditor, AuditorScorer):
-        raise BadConfig(
-            f"the learned proposer needs the embeddings of an AuditorScorer, not of {type(auditor).__name__}; leave "
-            "the proposer out, or train one with this auditor"
-        )
-
-
-def read_settings(
-    directory: Path, policy: Policy | str | Path | None = None, **changes: Any
-) -> tuple[Manifest, Policy, GuardConfig]:
-    """The manifest, policy and configuration of a guard folder, checked before any weights are read."""
-    manifest = read_manifest(directory)
-    unknown = sorted(set(manifest.decoders) - {f.name for f in FAMILIES})
-    if unknown:
-        raise BadCheckpoint(
-            f"{directory / MANIFEST}: decoders for {', '.join(unknown)[:200]}; the families are "
-            f"{', '.join(f.name for f in FAMILIES)}"
-        )
-    if not isinstance(policy, Policy):
-        policy = Policy.load(policy or directory / "policy.yaml")
-    return manifest, policy, GuardConfig.from_dict({**manifest.config, **changes})
-
-
-def early_exits(decoders: Mapping[str, Any], readouts: Mapping[str, Readouts]) -> dict[str, EarlyExits]:
-    """The exits of each decoder; raises BadConfig if readouts belong to another decoder."""
-    exits = {name: EarlyExits(decoder, readouts.get(name)) for name, decoder in decoders.items()}
-    wrong = sorted(n for n, r in readouts.items() if n not in exits or exits[n].decoder != r.decoder)
-    if wrong:
-        raise BadConfig(
-            f"readouts for {', '.join(wrong)}: fitted for another decoder; fit them with `guardpaint train readouts`"
-        )
-    return exits
-
-
-def load_readouts(folder: Path, decoders: Iterable[str], identities: Mapping[str, str]) -> dict[str, Readouts]:
-    """The readouts that lie beside the decoders; raises BadCheckpoint if they are not those of the manifest."""
-    found = {name: Readouts.load(folder / name) for name in decoders if (folder / name / CARD).exists()}
-    wrong = sorted(n for n in {*found, *identities} if n not in found or found[n].identity != identities.get(n))
-    if wrong:
-        raise BadCheckpoint(
-            f"{folder}: the readouts for {', '.join(wrong)} are not those that {MANIFEST} names; "
-            "fit them again with `guardpaint train readouts --guard`"
-        )
-    return found

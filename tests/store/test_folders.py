@@ -18,6 +18,7 @@ from guardpaint.evaluate.real_metrics import VisionFeatures, open_metric
 from guardpaint.guard import GuardPaint
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.pipeline import PipelineRepairer
 from guardpaint.store.folders import base_name, resolve
 from guardpaint.testbed.files import load_surrogate
 from guardpaint.testing import small
@@ -58,6 +59,7 @@ OPENERS = {
     "base": load_base,
     "inpainter": load_inpainter,
     "repairer": Inpainter.from_pretrained,
+    "pipeline_repairer": PipelineRepairer.from_pretrained,
     "pipeline": load_pipeline,
     "clip": lambda name: open_metric(f"clip:{name}"),
     "blip": lambda name: open_metric(f"blip:{name}"),
@@ -120,7 +122,9 @@ def pickled(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("opener", [load_base, load_inpainter, Inpainter.from_pretrained, load_pipeline])
+@pytest.mark.parametrize(
+    "opener", [load_base, load_inpainter, Inpainter.from_pretrained, PipelineRepairer.from_pretrained, load_pipeline]
+)
 def test_pickles_are_refused_and_the_error_says_how_to_convert(opener, pickled):
     with pytest.raises((BadCheckpoint, BadInput), match=r"\.bin and no safetensors.*save_pretrained"):
         opener(str(pickled))

@@ -51,7 +51,7 @@ def doctor(
 def weak_of(guard: str | None) -> list[dict[str, str]]:
     """The weak settings of a guard folder, read without its weights; none if there is no guard to look at."""
     from guardpaint.errors import MissingPackage
-    from guardpaint.guard import read_settings
+    from guardpaint.parts.folder import read_settings
     from guardpaint.store import plugins
     from guardpaint.store.folders import resolve
     from guardpaint.verify.weak import weak_settings

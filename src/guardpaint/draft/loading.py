@@ -141,6 +141,12 @@ def chosen_dtype(options: LoadOptions, device: Any) -> Any:
 # Tiny decoders and LoRAs -----------------------------------------------------------------------------------------
 
 
+def move(pipe: Any, device: Any) -> None:
+    """Move a pipeline to a device, unless it is offloaded: then its hooks decide where its parts are."""
+    if not any(hasattr(part, "_hf_hook") for part in pipe.components.values()):
+        pipe.to(device)
+
+
 def load_tiny(folder: Path) -> Any:
     """A saved tiny decoder (TAESD)."""
     from diffusers import AutoencoderTiny

@@ -29,6 +29,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "repairer": {
         "inpainter": "guardpaint.repair.inpainter:Inpainter",
         "native": "guardpaint.repair.native:NativeRepairer",
+        "pipeline": "guardpaint.repair.pipeline:PipelineRepairer",
     },
     "proposer": {
         "learned": "guardpaint.repair.proposer:TournamentProposer",

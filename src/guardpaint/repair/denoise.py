@@ -12,6 +12,13 @@ from guardpaint.store.seeds import generator
 from guardpaint.types import Knobs, Level, RepairRequest
 
 DEPTHS = 10
+
+
+def first_rung(depth: int, rungs: int = DEPTHS) -> int:
+    """Where a depth of 10 begins on a ladder of so many steps: depth d of 10 takes d tenths of them, at least one."""
+    return max(1, depth * rungs // DEPTHS)
+
+
 Estimate = Callable[[Tensor, Level, Tensor], tuple[Tensor, Tensor]]
 """(latents of the active candidates, level, their indices) → (x̂0, ε̂)."""
 
@@ -29,7 +36,7 @@ def starting_latents(
         g = generator(seed, k.seed_offset)
         noise = torch.randn(z_view.shape, generator=g).to(z_view)
         extra = torch.randn(z_view.shape, generator=g).to(z_view)
-        level = ladder[k.depth]
+        level = ladder[first_rung(k.depth, len(ladder) - 1)]
         signal = 0.0 if k.depth == DEPTHS else level.signal
         rows.append(signal * z_view + level.sigma * noise + k.jitter * mask * extra)
     return torch.stack(rows)
@@ -78,9 +85,10 @@ def begin(
 ) -> tuple[Float[Tensor, "n c h w"], list[int]]:
     """The latents and rungs that some candidates start from: their depths, or one rung lower if previewed."""
     knobs = request.knobs[part]
+    rungs = [first_rung(k.depth, len(ladder) - 1) for k in knobs]
     if request.begun is not None:
-        return request.begun[part], [k.depth - 1 for k in knobs]
-    return starting_latents(z_view, masks, knobs, ladder, request.seed), [k.depth for k in knobs]
+        return request.begun[part], [r - 1 for r in rungs]
+    return starting_latents(z_view, masks, knobs, ladder, request.seed), rungs
 
 
 def in_batches(count: int, size: int) -> list[slice]:

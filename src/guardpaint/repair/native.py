@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
-from guardpaint.errors import BadInput
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
-from guardpaint.store.checkpoint import sha256_hex
+from guardpaint.repair.folders import weights_digest
 from guardpaint.types import JsonDict, Level, RepairRequest
 
 
@@ -24,21 +24,25 @@ class NativeRepairer:
     the category's definition.
     """
 
-    name = "native"
     kind: ClassVar[str] = "native"
+    name = kind
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path | None = None, **options: Any) -> NativeRepairer:
+        """A native repairer; it has no weights and no options, so nothing is read."""
+        if options:
+            raise BadConfig(f"repairer option {min(options)!r}: native repair has none")
+        return cls()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write nothing: the base that a guard is attached to brings the weights."""
 
     def options(self) -> JsonDict:
         return {}
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Nothing: it has no files."""
-
-    @classmethod
-    def from_pretrained(cls, folder: Path) -> NativeRepairer:
-        return cls()
-
     def digest(self) -> str:
-        return sha256_hex(self.kind)
+        """SHA-256 over the kind alone."""
+        return weights_digest(self.kind, None, self.options())
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         return self._paint(request, denoise)[0]

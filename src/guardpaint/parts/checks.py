@@ -1,0 +1,44 @@
+"""Whether the parts of a guard fit each other and the policy, checked when it is composed."""
+
+from __future__ import annotations
+
+from guardpaint.audit.model import AuditorScorer
+from guardpaint.errors import BadConfig
+from guardpaint.policy import Policy
+from guardpaint.repair.proposer import TournamentProposer
+from guardpaint.repair.ranker import Ranker
+from guardpaint.types import SAFE, Approver, Auditor, Proposer
+
+
+def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:
+    """Raise BadConfig if a part tells categories that the policy does not name, or none tells one that it names."""
+    for who, part in (("auditor", auditor), ("approver", approver)):
+        if part is None:
+            continue
+        unknown = [c for c in part.categories if c not in policy.names]
+        if unknown or SAFE not in part.categories:
+            raise BadConfig(
+                f"the {who} knows {list(part.categories)} but policy {policy.name!r} names {list(policy.names)}; "
+                "map its labels to the policy's categories, or use a policy with its own"
+            )
+    known = {*auditor.categories, *(() if approver is None else approver.categories)}
+    blind = [c.name for c in policy.categories if c.name not in known and not c.uncovered]
+    if blind:
+        raise BadConfig(
+            f"neither auditor nor approver can tell {', '.join(blind)}, which policy {policy.name!r} names; add a part "
+            "that can, or write `uncovered: accepted` under the category in the policy file"
+        )
+
+
+def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) -> None:
+    """Raise BadConfig if a trained part needs scores or embeddings that the auditor does not give."""
+    unknown = sorted(auditor.absent - {"F", "P", "B"})
+    if unknown:
+        raise BadConfig(f"the auditor declares {', '.join(unknown)} absent; only F, P and B can be")
+    if auditor.absent and ranker is not None:
+        raise BadConfig(f"the ranker needs F, P and B; this auditor gives no {', '.join(sorted(auditor.absent))}")
+    if isinstance(proposer, TournamentProposer) and not isinstance(auditor, AuditorScorer):
+        raise BadConfig(
+            f"the learned proposer needs the embeddings of an AuditorScorer, not of {type(auditor).__name__}; leave "
+            "the proposer out, or train one with this auditor"
+        )
