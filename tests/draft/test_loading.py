@@ -309,6 +309,22 @@ def test_a_gate_behind_another_error_is_found(hub):
         load_base("o/n")
 
 
+def test_a_model_that_was_downloaded_before_opens_without_a_network(tmp_path, monkeypatch):
+    """The hub's own client and its cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commit, repo = "a" * 40, tmp_path / "models--o--n"
+    small.pipeline("sd").save_pretrained(repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    assert load_base("o/n").family == "sd"
+    assert load_base("o/n", opening(revision=commit)).family == "sd"
+    with pytest.raises(BadInput, match="hub:o/n: not to be had from the hub"):
+        load_base("o/n", opening(revision="v9"))
+
+
 def test_half_a_download_from_the_hub(hub, copy):
     cut(copy / UNET)
     hub(copy)

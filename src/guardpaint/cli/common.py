@@ -34,7 +34,7 @@ PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content pol
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 BASE_HELP = (
     "Base model: one that an installed package provides (mini-sd, mini-sd3 …; `guardpaint doctor` lists them), a small "
-    "random one (tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux), a directory, or hub:OWNER/NAME."
+    "random one (tiny-sd, tiny-sdxl, tiny-sd3, tiny-flux), a directory in diffusers' layout, or hub:OWNER/NAME."
 )
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps … Default: cuda if there is one, else cpu.")
