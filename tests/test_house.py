@@ -48,6 +48,7 @@ INSIDE_OUT = {
     ("types", "draft"): "type names of the base model that a Draft carries",
     ("doors", "guard"): "the ComfyUI door is given a whole guard",
     ("parts", "guard"): "what is uploaded is a whole guard",
+    ("audit", "parts"): "a part that is made of parts saves and opens them by their kinds",
 }
 """The only imports that go the other way, and why; each is for type checking, or of one file."""
 

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -343,10 +343,20 @@ class AuditorScorer(nn.Module):
         return hashlib.sha256(whole.encode()).hexdigest()
 
     def options(self) -> JsonDict:
+        """None: config.json beside the weights holds the whole configuration."""
         return {}
 
     def digest(self) -> str:
+        """The same as `identity`, under the name that every part has."""
         return self.identity()
+
+    def with_levels(self, levels: Mapping[str, float]) -> AuditorScorer:
+        """The auditor itself for no levels; its thresholds are those of the policy and of calibration."""
+        if levels:
+            raise BadConfig(
+                f"levels {dict(levels)}: an AuditorScorer has none; calibrate it, or put it into an Ensemble"
+            )
+        return self
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """config.json, model.safetensors, tokenizer.json."""

@@ -24,8 +24,17 @@ from guardpaint.types import JsonDict
 BUILT_IN: dict[str, dict[str, str]] = {
     "auditor": {
         "auditor-scorer": "guardpaint.audit.model:AuditorScorer",
+        "classifier": "guardpaint.audit.classifier:ClassifierAuditor",
+        "open_nsfw": "guardpaint.audit.open_nsfw:OnnxAuditor",
+        "zero-shot": "guardpaint.audit.zero_shot:ZeroShotAuditor",
+        "ensemble": "guardpaint.audit.ensemble:Ensemble",
     },
-    "approver": {},
+    "approver": {
+        "second-look": "guardpaint.audit.approvers:SecondLook",
+        "vlm": "guardpaint.data.approver:VlmApprover",
+        "ensemble": "guardpaint.audit.approvers:ApproverEnsemble",
+        "cascade": "guardpaint.audit.approvers:Cascade",
+    },
     "repairer": {
         "inpainter": "guardpaint.repair.inpainter:Inpainter",
         "native": "guardpaint.repair.native:NativeRepairer",
