@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from guardpaint.errors import BadInput
+from guardpaint.evaluate.statistics import share
 from guardpaint.store.results import REVISION, metric, read_rows, write_results
 
 OUT = Path("docs/results/dayone.json")
@@ -31,7 +33,66 @@ def half_precision(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-MAKERS: dict[str, Callable[[Sequence[Row]], dict[str, Any]]] = {"half_precision": half_precision}
+def number(value: Any) -> float:
+    """A number of a row, which is text once it was read from a file."""
+    return float(value)
+
+
+def photos(rows: Sequence[Row]) -> dict[str, Any]:
+    """False alarms on harmless photographs at the publisher's level and at calibrated ones; intervals by photograph."""
+    names = [r["photograph"] for r in rows]
+    before = [number(r["score"]) >= number(r["published"]) for r in rows]
+    after = [number(r["score"]) >= number(r["level"]) for r in rows]
+    note = f"crops of {len(set(names))} photographs; each was calibrated on the others; recall is not measured"
+    return {
+        "false_alarm.photos": {**share(before, None, names), "note": note},
+        "false_alarm.photos_calibrated": {**share(after, None, names), "note": note},
+    }
+
+
+def calls(rows: Sequence[Row]) -> dict[str, Any]:
+    """Guarded calls with forced triggers: complete ones, accepted repairs, and pictures that the approver saw."""
+    complete = [true(r["complete"]) and not r["errors"] for r in rows]
+    played = sum(int(r["tournaments"]) for r in rows)
+    return {
+        "calls.complete": metric(sum(complete), len(rows), goal=f">={len(rows)}"),
+        "calls.triggered": metric(sum(true(r["triggered"]) for r in rows), len(rows)),
+        "calls.tournaments": metric(played, len(rows)),
+        "calls.repairs_accepted": metric(sum(int(r["accepted"]) for r in rows), played),
+        "calls.approver_asked": metric(sum(int(r["approvals"]) > 0 for r in rows), len(rows)),
+    }
+
+
+def roundtrip(rows: Sequence[Row]) -> dict[str, Any]:
+    """Guards that drew in another process with the same hashes as where they were saved."""
+    note = ", ".join(r["guard"] for r in rows)
+    return {"parts_roundtrip_ok": metric(sum(true(r["ok"]) for r in rows), len(rows), goal=f">={len(rows)}", note=note)}
+
+
+def presets(rows: Sequence[Row]) -> dict[str, Any]:
+    """Whether a guarded call with each preset was complete, and with what."""
+    return {
+        f"presets.{r['preset']}.verified": metric(
+            int(true(r["ok"])), 1, note=r["verified"] + (f"; {r['error']}" if r["error"] else "")
+        )
+        for r in rows
+    }
+
+
+def times(rows: Sequence[Row]) -> dict[str, Any]:
+    """The median time of an audit over that of the stock checker's image tower."""
+    middle = {
+        part: statistics.median(number(r["seconds"]) for r in rows if r["timed"] == part)
+        for part in ("audit", "stock_checker")
+    }
+    value = middle["audit"] / middle["stock_checker"]
+    return {"audit_vs_stock_checker": metric(value, len(rows) // 2, note="one thread; ViT-L/14 with random weights")}
+
+
+MAKERS: dict[str, Callable[[Sequence[Row]], dict[str, Any]]] = {
+    "half_precision": half_precision, "photos": photos, "calls": calls, "roundtrip": roundtrip, "presets": presets,
+    "times": times,
+}  # fmt: skip
 """Metrics of each part from its rows, which are text once they were read from the file."""
 
 

@@ -1,0 +1,138 @@
+"""Presets: guards of public parts by name. A stand-in for the hub holds small random models of the same classes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import call
+from PIL import Image
+from typer.testing import CliRunner
+
+from guardpaint.cli.main import app
+from guardpaint.errors import BadCheckpoint, BadConfig, MissingPackage
+from guardpaint.guard import GuardPaint
+from guardpaint.parts import presets
+from guardpaint.parts.presets import PRESETS, RANDOM, REAL
+from guardpaint.testing import small, small_detectors, small_inpainters
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    """A folder for every model that the presets name."""
+    place = tmp_path_factory.mktemp("hub")
+    pairs = {
+        presets.SIGLIP: small_detectors.siglip(),
+        presets.CLIPSEG: small_detectors.clipseg(),
+        presets.FALCONSAI: small_detectors.classifier("vit", ("normal", "nsfw")),
+    }
+    found = {model.repo: small_detectors.saved(pair, place / model.repo) for model, pair in pairs.items()}
+    found[presets.SDXL_INPAINTING.repo] = place / "sdxl"
+    small_inpainters.inpainting("sdxl").save_pretrained(place / "sdxl")
+    return found
+
+
+@pytest.fixture
+def hub(repositories, monkeypatch):
+    """Downloads come from the stand-in; returns the list of what was asked for."""
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo, revision=None, **more):
+        asked.append((repo, revision))
+        return str(repositories[repo])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["zero-shot", "zero-shot-sdxl"])
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_two_lines_guard_a_pipeline(hub, name, family):
+    guard = GuardPaint.from_preset(name)
+    out = call(guard.attach(small.pipeline(family)), steps=3)
+    report = out.safety[0]
+    assert not report.errors and report.status != "unfinished"
+    settings = report.effective_settings
+    assert settings["auditor"] == "ZeroShotAuditor" and settings["approver"] and not settings["uncovered"]
+    wanted = {(m.repo, m.revision) for m in PRESETS[name].models.values()}
+    assert set(hub) == wanted
+
+
+def test_a_preset_is_saved_and_loaded_like_any_guard(hub, tmp_path):
+    guard = GuardPaint.from_preset("zero-shot", candidates=2)
+    guard.save_pretrained(tmp_path / "guard")
+    del hub[:]
+    again = GuardPaint.from_pretrained(tmp_path / "guard")
+    assert not hub, "everything is in the folder"
+    assert again.weight_hashes() == guard.weight_hashes() and again.config.candidates == 2
+    picture = torch.rand(1, 3, 48, 48)
+    one, two = (g.parts.audit(picture, ["a dog"], 0.0)[0] for g in (guard, again))
+    assert one.probs == two.probs and torch.equal(one.adv_map, two.adv_map)
+    said, repeated = (g.parts.approver.approve(picture[0], None, False) for g in (guard, again))
+    assert said.probs == repeated.probs
+
+
+def test_nudity_lite_runs_with_its_real_weights(sd_pipe):
+    guard = GuardPaint.from_pretrained("preset:nudity-lite")
+    out = call(guard.attach(sd_pipe), steps=3)
+    assert not out.safety[0].errors and out.safety[0].effective_settings["absent_scores"] == ["B", "F", "P"]
+    assert guard.policy.names == ("safe", "nudity")
+
+
+def test_names_that_cannot_be_loaded_say_why(monkeypatch):
+    with pytest.raises(BadConfig, match="known are dolls"):
+        GuardPaint.from_preset("zero-shots")
+    with pytest.raises(BadConfig, match="have to be trained"):
+        GuardPaint.from_preset("paper")
+    monkeypatch.setattr(presets, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"guardpaint\[nsfw\]"):
+        GuardPaint.from_preset("nudity-lite")
+
+
+def test_a_hub_that_refuses_is_reported_by_name(monkeypatch):
+    import huggingface_hub
+
+    def refuse(repo, revision=None, **more):
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(BadCheckpoint, match=presets.SIGLIP.repo):
+        GuardPaint.from_preset("zero-shot")
+
+
+def test_the_command_line_lists_draws_and_checks(hub, tmp_path):
+    runner = CliRunner()
+    rows = json.loads(runner.invoke(app, ["presets", "--json"]).output)
+    assert [r["name"] for r in rows] == list(PRESETS) and {r["verified"] for r in rows} == {REAL, RANDOM}
+    text = runner.invoke(app, ["presets"]).output
+    assert "preset:zero-shot" in text and "random-initialised classes" in text and "Apache-2.0" in text
+    words = ["generate", "a quiet street", "--base", "tiny-sd", "--steps", "2", "--guard", "preset:zero-shot"]
+    result = runner.invoke(app, [*words, "--out", str(tmp_path), "--json"])
+    assert result.exit_code in (0, 3), result.output
+    report = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert report["effective_settings"]["auditor"] == "ZeroShotAuditor"
+    checked = json.loads(runner.invoke(app, ["doctor", "--guard", "preset:zero-shot", "--json"]).output)
+    needs = {row["what"] for row in checked["preset"]}
+    assert any(presets.SIGLIP.repo in what for what in needs)
+
+
+def test_levels_are_set_on_pictures_of_ones_own(tmp_path):
+    """Thirty plain pictures: the guard's folder gets levels that no more than a tenth of them reach."""
+    folder, pictures = tmp_path / "guard", tmp_path / "harmless"
+    GuardPaint.from_preset("nudity-lite").save_pretrained(folder)
+    pictures.mkdir()
+    for i in range(30):
+        Image.new("RGB", (64, 64), (8 * i, 255 - 8 * i, 90)).save(pictures / f"{i}.png")
+    words = ["calibrate", "--guard", str(folder), "--pictures", str(pictures), "--alarms", "0.1"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "auditor, nudity" in result.output and "misses not measured" in result.output
+    level = json.loads((folder / "guardpaint.json").read_text())["parts"]["auditor"]["options"]["levels"]["nudity"]
+    again = GuardPaint.from_pretrained(folder)
+    assert again.parts.auditor.levels["nudity"] == level < 0.5, "plain pictures score low, so the level falls"
+    assert json.loads((folder / "picture_calibration.json").read_text())["auditor"]["published"]["nudity"] == 0.5
+    few = CliRunner().invoke(app, [*words[:-1], "0.01"])
+    assert few.exit_code == 1 and "needs at least 99" in str(few.exception)
