@@ -162,7 +162,7 @@ def guards() -> dict[str, Callable[[], GuardPaint]]:
             policy=whole,
         ),
         "cascade": lambda: GuardPaint(
-            classifier(), native, approver=Cascade(SecondLook(nsfw()), SecondLook(classifier())), policy=whole
+            classifier(), native, approver=Cascade(SecondLook(classifier()), SecondLook(nsfw())), policy=whole
         ),
         "SDXL inpainting": lambda: GuardPaint(classifier(), inpainting("sdxl"), policy=whole),
         "FLUX Fill": lambda: GuardPaint(classifier(), inpainting("flux-fill"), policy=whole),
