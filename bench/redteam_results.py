@@ -91,11 +91,12 @@ def most_misses(count: int, rate: float) -> int:
     return int(binom.ppf(0.95, count, rate))
 
 
-def slope(samples: Sequence[tuple[str, float, float]], warm: float = 0.2) -> float | None:
+def slope(samples: Sequence[tuple[str, float, float]], warm: float = 0.5) -> float | None:
     """MB per 1,000 requests: least squares over (process, requests so far, MB), each process with a level of its own.
 
-    The first `warm` share of the samples of each process is left out. One process that grows by 2 MB over 1,000
-    requests, and another one that does not grow over as many, have a common slope of 1.
+    The first `warm` share of the samples of each process is left out: caches of a fixed size fill (the latest 256
+    reports, the latest prompts), and a process that was killed early does little else. One process that grows by 2 MB
+    over 1,000 requests, and another one that does not grow over as many, have a common slope of 1.
     """
     above = beside = 0.0
     for process in {p for p, _, _ in samples}:
