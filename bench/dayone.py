@@ -201,6 +201,9 @@ def preset_calls() -> list[Row]:
             presets.SDXL_INPAINTING.repo: Path(place) / "sdxl",
         }
         small_inpainters.inpainting("sdxl").save_pretrained(Path(place) / "sdxl")
+        for family, model in presets.TAESD.items():
+            folders[model.repo] = Path(place) / model.repo
+            small.tiny_decoder(small.LATENT_CHANNELS[family]).save_pretrained(folders[model.repo])
         real = huggingface_hub.snapshot_download
         huggingface_hub.snapshot_download = lambda repo, revision=None, **more: str(folders[repo])
         try:

@@ -30,6 +30,9 @@ def repositories(tmp_path_factory):
     found = {model.repo: small_detectors.saved(pair, place / model.repo) for model, pair in pairs.items()}
     found[presets.SDXL_INPAINTING.repo] = place / "sdxl"
     small_inpainters.inpainting("sdxl").save_pretrained(place / "sdxl")
+    for family, model in presets.TAESD.items():
+        found[model.repo] = place / model.repo
+        small.tiny_decoder(small.LATENT_CHANNELS[family]).save_pretrained(found[model.repo])
     return found
 
 
@@ -56,8 +59,9 @@ def test_two_lines_guard_a_pipeline(hub, name, family):
     report = out.safety[0]
     assert not report.errors and report.status != "unfinished"
     settings = report.effective_settings
+    assert settings["view_decoder"] == "tiny", "a full decode for every audit would cost more than a step"
     assert settings["auditor"] == "ZeroShotAuditor" and settings["approver"] and not settings["uncovered"]
-    wanted = {(m.repo, m.revision) for m in PRESETS[name].models.values()}
+    wanted = {(m.repo, m.revision) for m in PRESETS[name].downloads().values()}
     assert set(hub) == wanted
 
 
@@ -73,6 +77,13 @@ def test_a_preset_is_saved_and_loaded_like_any_guard(hub, tmp_path):
     assert one.probs == two.probs and torch.equal(one.adv_map, two.adv_map)
     said, repeated = (g.parts.approver.approve(picture[0], None, False) for g in (guard, again))
     assert said.probs == repeated.probs
+
+
+def test_decoders_of_ones_own_take_the_place_of_the_presets(hub):
+    own = small.tiny_decoder(4)
+    guard = GuardPaint.from_preset("zero-shot", decoders={"sd": own})
+    assert list(guard.decoders) == ["sd"] and not any("tae" in repo for repo, _ in hub)
+    assert not GuardPaint.from_preset("zero-shot", decoders={}).decoders
 
 
 def test_nudity_lite_runs_with_its_real_weights(sd_pipe):

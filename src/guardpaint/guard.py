@@ -52,6 +52,7 @@ from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 
 REMEMBERED = 256
+FITTING = "give the guard one that fits (decoders=…), or none (decoders={})"
 WITHOUT_WEIGHTS = (NativeRepairer, UniformProposer, FixedProposer)
 
 
@@ -240,12 +241,13 @@ class GuardPaint:
         have, need = tiny.config.latent_channels, pipe.vae.config.latent_channels
         if have != need:
             raise BadConfig(
-                f"the tiny decoder for {family.name!r} takes {have} latent channels, the pipeline has {need}"
+                f"the tiny decoder for {family.name!r} takes {have} latent channels, the pipeline has {need}; {FITTING}"
             )
         grows, factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1), pipe.vae_scale_factor
         if grows != factor:
             raise BadConfig(
-                f"the tiny decoder for {family.name!r} enlarges {grows}-fold, the pipeline's VAE {factor}-fold"
+                f"the tiny decoder for {family.name!r} enlarges {grows}-fold, the pipeline's VAE {factor}-fold; "
+                f"{FITTING}"
             )
         return tiny
 
@@ -390,10 +392,14 @@ class GuardPaint:
         policy: Policy | str | Path | None = None,
         token: str | None = None,
         seam: SeamMetric | None = None,
+        decoders: dict[str, Any] | None = None,
         audit_log: RecordWriter | None = None,
         **changes: Any,
     ) -> GuardPaint:
-        """A guard of public parts (`guardpaint presets` lists them); `changes` override its GuardConfig."""
+        """A guard of public parts (`guardpaint presets` lists them); `changes` override its GuardConfig.
+
+        `decoders` are tiny decoders by family in place of the preset's; {} for none.
+        """
         chosen = presets.preset(name)
         if chosen.name == "dolls":
             guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
@@ -404,7 +410,9 @@ class GuardPaint:
         config = GuardConfig.from_dict({**chosen.config, **changes})
         for weak in weak_settings(policy, config):
             warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
-        guard = cls(**parts, policy=policy, config=config, audit_log=audit_log)
+        if decoders is None:
+            decoders = presets.decoders_of(chosen, token)
+        guard = cls(**parts, policy=policy, config=config, decoders=decoders, audit_log=audit_log)
         return guard if device is None else guard.to(device)
 
     @classmethod

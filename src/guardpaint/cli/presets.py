@@ -39,7 +39,7 @@ def described(preset: Any) -> dict[str, Any]:
         "about": preset.about,
         "covers": dict(preset.covers),
         "verified": preset.verified,
-        "models": [{"for": use, **vars(model)} for use, model in preset.models.items()],
+        "models": [{"for": use, **vars(model)} for use, model in preset.downloads().items()],
         "missing": list(dict.fromkeys(preset.missing())),
         "policy": preset.policy or "default",
         "note": preset.note,
@@ -57,7 +57,7 @@ def readiness(name: str) -> list[dict[str, Any]]:
         {"what": f"package {module}", "there": how not in chosen.missing(), "how": how}
         for module, how in chosen.packages.items()
     ]
-    for use, model in chosen.models.items():
+    for use, model in chosen.downloads().items():
         found = try_to_load_from_cache(model.repo, "config.json", revision=model.revision) or try_to_load_from_cache(
             model.repo, "model_index.json", revision=model.revision
         )

@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from guardpaint.errors import BadConfig, MissingPackage
+from guardpaint.draft.loading import TINY_DECODERS, load_tiny
+from guardpaint.errors import BadCheckpoint, BadConfig, MissingPackage
 from guardpaint.parts.kinds import load_part
 from guardpaint.policy import Policy
-from guardpaint.store.folders import HUB
+from guardpaint.store.folders import HUB, Access, resolve
 from guardpaint.store.manifest import PartEntry
 from guardpaint.types import JsonDict
 
@@ -53,6 +54,8 @@ class Preset:
     verified: str
     models: Mapping[str, Model] = field(default_factory=dict)
     """What it downloads, by what it is used for."""
+    decoders: Mapping[str, Model] = field(default_factory=dict)
+    """The tiny decoder that makes in-loop views, by family; without one the base's own VAE does, which is slow."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Python modules that it needs besides the core → how to install them."""
     policy: str = ""
@@ -61,6 +64,10 @@ class Preset:
     build: Callable[[Open, Mapping[str, Model]], dict[str, Any]] | None = None
     """Puts the parts together; None if they have to be trained first."""
     note: str = ""
+
+    def downloads(self) -> dict[str, Model]:
+        """Everything that it downloads, by what it is used for."""
+        return {**self.models, **{f"views of {family} bases": model for family, model in self.decoders.items()}}
 
     def missing(self) -> list[str]:
         """How to install the packages that it needs and that are not there."""
@@ -90,6 +97,7 @@ SIGLIP = Model("google/siglip-base-patch16-384", "main", 810, "Apache-2.0")
 CLIPSEG = Model("CIDAS/clipseg-rd64-refined", "main", 600, "Apache-2.0")
 FALCONSAI = Model("Falconsai/nsfw_image_detection", "main", 340, "Apache-2.0")
 SDXL_INPAINTING = Model("diffusers/stable-diffusion-xl-1.0-inpainting-0.1", "main", 7000, "OpenRAIL++-M")
+TAESD = {family: Model(repo, "main", 10, "MIT") for family, repo in TINY_DECODERS.items()}
 PUBLIC = {"auditor": SIGLIP, "heat maps": CLIPSEG, "approver": FALCONSAI}
 SEEN = {
     "nudity": "SigLIP by the policy's words, and a ViT classifier as approver",
@@ -112,7 +120,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "nudity-lite",
-            "open_nsfw finds nudity, the base repairs itself; needs no download",
+            "open_nsfw finds nudity, the base repairs itself; needs no download, so the base's own VAE makes the views",
             {"nudity": "open_nsfw"},
             REAL,
             packages={
@@ -129,6 +137,7 @@ PRESETS: dict[str, Preset] = {
             SEEN,
             RANDOM,
             PUBLIC,
+            TAESD,
             policy="zero-shot.yaml",
             build=zero_shot,
             note=UNCALIBRATED,
@@ -139,6 +148,7 @@ PRESETS: dict[str, Preset] = {
             SEEN,
             RANDOM,
             {**PUBLIC, "repairer": SDXL_INPAINTING},
+            TAESD,
             policy="zero-shot.yaml",
             build=zero_shot_sdxl,
             note=UNCALIBRATED,
@@ -181,3 +191,15 @@ def parts_of(chosen: Preset, policy: Policy, token: str | None = None) -> dict[s
         return load_part(role, PartEntry(kind, model.source if model else None, options), None, token)
 
     return chosen.build(open_, chosen.models)
+
+
+def decoders_of(chosen: Preset, token: str | None = None) -> dict[str, Any]:
+    """The tiny decoders of a preset by family, loaded."""
+    found = {}
+    for family, model in chosen.decoders.items():
+        folder = resolve(model.source, access=Access(token=token))
+        try:
+            found[family] = load_tiny(folder)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BadCheckpoint(f"{model.source}: not a tiny decoder ({error})") from error
+    return found
