@@ -1,10 +1,12 @@
 """What the parts that need no training do here: docs/results/dayone.json.
 
-    python bench/dayone.py [--part photos --part calls --part roundtrip --part presets --part times]
+    python bench/dayone.py [--part photos --part calls --part roundtrip --part doors --part presets --part times]
 
 `photos`: open_nsfw on harmless photographs and crops of them, before and after `calibrate` on the other photographs.
 `calls`: whole guarded calls on embedded bases with open_nsfw and native repair; the levels are forced so low that
 pictures trigger. `roundtrip`: guards of every kind of part saved, loaded in another process, and drawn with.
+`doors`: the same guards at the command line, behind the service called by openai's client, and on Ray
+if it is installed.
 `presets`: a guarded call with each preset; models that cannot be had here are small random ones of the same classes.
 `times`: one audit beside the stock checker's architecture; wants an idle machine. Recall is not measured: there are no
 unsafe pictures here.
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dayone_doors import doors
 from dayone_results import OUT, write
 from PIL import Image
 
@@ -256,7 +259,8 @@ def times(repeats: int = 7) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
-    "photos": photos, "calls": calls, "roundtrip": roundtrip, "presets": preset_calls, "times": times,
+    "photos": photos, "calls": calls, "roundtrip": roundtrip, "doors": lambda: doors(guards()),
+    "presets": preset_calls, "times": times,
 }  # fmt: skip
 
 

@@ -69,6 +69,17 @@ def roundtrip(rows: Sequence[Row]) -> dict[str, Any]:
     return {"parts_roundtrip_ok": metric(sum(true(r["ok"]) for r in rows), len(rows), goal=f">={len(rows)}", note=note)}
 
 
+def doors(rows: Sequence[Row]) -> dict[str, Any]:
+    """Guards that drew at each door, each loaded from its folder by a process of its own."""
+    found = {}
+    for door in dict.fromkeys(r["door"] for r in rows):
+        own = [r for r in rows if r["door"] == door]
+        note = ", ".join(r["guard"] for r in own)
+        name = f"doors.{door.replace(' ', '_').lower()}"
+        found[name] = metric(sum(true(r["ok"]) for r in own), len(own), goal=f">={len(own)}", note=note)
+    return found
+
+
 def presets(rows: Sequence[Row]) -> dict[str, Any]:
     """Whether a guarded call with each preset was complete, and with what."""
     return {
@@ -90,7 +101,8 @@ def times(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 MAKERS: dict[str, Callable[[Sequence[Row]], dict[str, Any]]] = {
-    "half_precision": half_precision, "photos": photos, "calls": calls, "roundtrip": roundtrip, "presets": presets,
+    "half_precision": half_precision, "photos": photos, "calls": calls, "roundtrip": roundtrip, "doors": doors,
+    "presets": presets,
     "times": times,
 }  # fmt: skip
 """Metrics of each part from its rows, which are text once they were read from the file."""
