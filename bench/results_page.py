@@ -270,6 +270,31 @@ def seam() -> list[str]:
     )
 
 
+def day_one() -> list[str]:
+    metrics = metrics_of("dayone")
+    names = {
+        "false_alarm.photos": "open_nsfw: false alarms on photographs and their crops",
+        "false_alarm.photos_calibrated": "the same with levels calibrated on the other photographs",
+        "audit_vs_stock_checker": "one audit by open_nsfw, in passes of the stock safety checker",
+        "calls.complete": "guarded calls with forced triggers whose report is complete",
+        "calls.repairs_accepted": "repairs accepted in them, of all tournaments",
+        "calls.approver_asked": "pictures that the approver saw; the others stayed flagged",
+        "parts_roundtrip_ok": "kinds of guard that draw the same after saving and loading elsewhere",
+        "doors.command_line": "of these, drawing by `guardpaint generate`",
+        "doors.openai_client": "of these, served and asked by openai's client",
+        "doors.ray": "on Ray",
+        "half_precision_families_ok": "families opened from fp32, fp16 and bf16 folders",
+        "half_precision_steps_ok": "families with a guarded step in bf16",
+    }
+    lines = metric_table(metrics, {key: meaning for key, meaning in names.items() if key in metrics})
+    rows = [
+        [key.split(".")[1], "yes" if m["value"] else "no", m["note"]]
+        for key, m in metrics.items()
+        if key.startswith("presets.")
+    ]
+    return [*lines, "", *table(["preset", "a guarded call ran here", "with"], rows)]
+
+
 def cost() -> list[str]:
     metrics = metrics_of("bench")
     return metric_table(metrics, {key: meaning for key, meaning in COST.items() if key in metrics})
@@ -312,6 +337,7 @@ SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
     ("World", ("world",), world, "What the columns mean is in [world.md](world.md#measured)."),
     ("Service", ("serve",), service, "Mixed requests under load; see [serve.md](serve.md)."),
     ("Under attack", ("redteam",), red_team, "Attempts, fuzzing and a soak; see [serve.md](serve.md#under-attack)."),
+    ("Guards without training", ("dayone",), day_one, "Public parts on harmless pictures; see [parts.md](parts.md)."),
     ("Seam metrics", ("seam",), seam, ""),
 ]  # fmt: skip
 """Title, results files, table, a line of introduction."""

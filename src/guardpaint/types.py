@@ -232,6 +232,14 @@ class Auditor(Protocol):
 
 
 @runtime_checkable
+class Embeds(Protocol):
+    """An auditor whose audits hold the embeddings that a learned proposer reads."""
+
+    embeds: tuple[int, int]
+    """Lengths of the picture's and of the prompt's embedding."""
+
+
+@runtime_checkable
 class Approver(Protocol):
     """A second look that takes no part in choosing: it sees a finished picture before it is released."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers import call
@@ -63,10 +64,13 @@ def test_a_guard_whose_auditor_was_exchanged_is_not_loaded(tmp_path):
     parts = small.guard().parts
     GuardPaint(auditor, parts.repairer, config=GuardConfig(calibration=told)).save_pretrained(tmp_path / "guard")
     assert GuardPaint.from_pretrained(tmp_path / "guard").config.calibration == told
-    config = tmp_path / "guard/auditor/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "class_weights": [1, 5, 2]}))
-    with pytest.raises(BadCheckpoint, match="calibrated for another auditor"):
-        GuardPaint.from_pretrained(tmp_path / "guard")
+    weighted = small.auditor()
+    weighted.config = replace(weighted.config, class_weights=(1.0, 5.0, 2.0))
+    for i, other in enumerate((small.auditor(1), weighted)):
+        folder = tmp_path / f"other{i}"
+        GuardPaint(other, parts.repairer, config=GuardConfig(calibration=told)).save_pretrained(folder)
+        with pytest.raises(BadCheckpoint, match="calibrated for another auditor"):
+            GuardPaint.from_pretrained(folder)
 
 
 def test_the_promise_holds_on_the_calibration_set_itself(made):

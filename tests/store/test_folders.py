@@ -152,7 +152,7 @@ PICKLES = {
     "serve/process.py": "the service's end of that pipe",
     "loading.py": "an attempt of the red-team bench, which writes one to see it refused",
 }
-NO_WEIGHTS = ("Tokenizer", "Processor", "FeatureExtractor", "Scheduler")
+NO_WEIGHTS = ("Tokenizer", "Processor", "FeatureExtractor", "Scheduler", "processor_class")
 OWN = {"GuardPaint", "AuditorScorer", "Inpainter", "Ranker", "TournamentProposer", "Oracle"}
 """Classes of ours whose from_pretrained reads safetensors itself."""
 
@@ -187,7 +187,9 @@ def check_call(node, where):
             assert given.get("use_safetensors") == "True", f"{where}: {called} may read a pickle"
 
 
-OURS_BY_VARIABLE = {"KINDS[kind]", "real.VisionFeatures", "ChatLabeler", "ShieldLabeler", "DetectorLabeler"}
+OURS_BY_VARIABLE = {"KINDS[kind]", "real.VisionFeatures", "ChatLabeler", "ShieldLabeler", "DetectorLabeler"} | {
+    "part_class(role, name)"
+}
 
 
 def test_a_base_may_be_named_by_its_hub_id_alone(tmp_path, monkeypatch):

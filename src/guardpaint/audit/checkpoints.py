@@ -32,9 +32,9 @@ def open_model(auto: Any, folder: Path, what: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def open_processor(auto: Any, folder: Path, what: str) -> Any:
+def open_processor(processor_class: Any, folder: Path, what: str) -> Any:
     """The processor that a checkpoint's publisher saved beside the weights."""
     try:
-        return auto.from_pretrained(folder, local_files_only=True)
+        return processor_class.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise BadCheckpoint(f"{folder}: holds no processor for {what} ({type(error).__name__}: {error})") from error

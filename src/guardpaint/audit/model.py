@@ -168,6 +168,7 @@ class AuditorScorer(nn.Module):
 
         self.config = config = config or AuditorConfig()
         self.categories, self.sizes = config.categories, config.sizes
+        self.embeds = config.embed_dim, config.text_dim
         self.tokenizer = tokenizer or default_tokenizer()
         if self.tokenizer.get_vocab_size() > config.vocab_size:
             raise BadConfig(f"tokenizer has {self.tokenizer.get_vocab_size()} tokens, vocab_size={config.vocab_size}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from guardpaint.audit.model import AuditorScorer
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.types import SAFE, Approver, Auditor, Proposer
+from guardpaint.types import SAFE, Approver, Auditor, Embeds, Proposer
 
 
 def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:
@@ -37,8 +36,11 @@ def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) ->
         raise BadConfig(f"the auditor declares {', '.join(unknown)} absent; only F, P and B can be")
     if auditor.absent and ranker is not None:
         raise BadConfig(f"the ranker needs F, P and B; this auditor gives no {', '.join(sorted(auditor.absent))}")
-    if isinstance(proposer, TournamentProposer) and not isinstance(auditor, AuditorScorer):
-        raise BadConfig(
-            f"the learned proposer needs the embeddings of an AuditorScorer, not of {type(auditor).__name__}; leave "
-            "the proposer out, or train one with this auditor"
-        )
+    if isinstance(proposer, TournamentProposer):
+        wanted = proposer.config.image_dim, proposer.config.text_dim
+        has = auditor.embeds if isinstance(auditor, Embeds) else None
+        if has != wanted:
+            raise BadConfig(
+                f"the learned proposer reads embeddings of lengths {wanted} (picture, prompt), "
+                f"{type(auditor).__name__} gives {has or 'none'}: leave the proposer out, or train one with this auditor"
+            )

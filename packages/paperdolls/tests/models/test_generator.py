@@ -502,7 +502,7 @@ def test_from_scenes_to_a_pipeline(tmp_path, family):
 
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
-    with pytest.raises(BadCheckpoint, match="not a saved pipeline"):
+    with pytest.raises(BadCheckpoint, match="no model_index.json"):
         load_pipeline(tmp_path)
     with pytest.raises(BadCheckpoint, match="not a saved autoencoder"):
         vae.load_autoencoder(tmp_path)

@@ -22,7 +22,7 @@ from guardpaint.draft.families import family_of
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.store.images import from_pil
 from guardpaint.store.seeds import generator
-from guardpaint.types import SAFE, Audit, Auditor
+from guardpaint.types import SAFE, Audit, Auditor, Embeds
 
 
 def worry(auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], ids: Tensor) -> Float[Tensor, " b"]:
@@ -71,6 +71,8 @@ class Careful:
     def __init__(self, inner: Auditor, secret: int, looks: int = 3) -> None:
         self.inner, self.secret, self.looks = inner, secret, looks
         self.categories, self.absent, self.sizes = inner.categories, inner.absent, inner.sizes
+        if isinstance(inner, Embeds):
+            self.embeds = inner.embeds
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         audits = self.inner.audit(images, prompts, noise)
