@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops
 from recipes import obedient
 from services import BAD, CALL
 
@@ -88,7 +88,9 @@ def test_pictures_reports_and_evidence_arrive_as_they_were_made(drawing, folder)
     (done,) = drawn(drawing, watched)
     drawing.on_batch = None
     own = small.pipeline("sd")(["a person"], generator=[torch.Generator().manual_seed(3)], **CALL).images[0]
-    assert done.image.tobytes() == own.tobytes() and done.report.status == "clean"
+    apart = ImageChops.difference(done.image, own).getextrema()
+    assert all(high <= 1 for _, high in apart), "two processes may round a sum in another order, no more"
+    assert done.report.status == "clean"
     assert [s[:2] for s in steps] == [(0, 2), (1, 2)] and all(isinstance(s[2], Image.Image) for s in steps)
     assert all(isinstance(a, StepRecord) for a in audits) and len(audits) == len(done.report.steps)
     assert isinstance(done.report, GuardReport) and any(torch.is_tensor(e.heat) for e in done.report.evidence)

@@ -150,10 +150,16 @@ PICKLES = {
     "store/jobs.py": "rows of the package's own objects, on their way over a Ray cluster",
     "serve/child.py": "messages between the service and its own child, over a pipe that nobody else can open",
     "serve/process.py": "the service's end of that pipe",
+    "fuzz_files.py": "files of the fuzzing bench, which writes pickles to see them refused",
     "loading.py": "an attempt of the red-team bench, which writes one to see it refused",
 }
 NO_WEIGHTS = ("Tokenizer", "Processor", "FeatureExtractor", "Scheduler", "processor_class")
-OWN = {"GuardPaint", "AuditorScorer", "Inpainter", "Ranker", "TournamentProposer", "Oracle"}
+OWN = {"GuardPaint", "AuditorScorer", "Inpainter", "Ranker", "TournamentProposer", "Oracle", "Segmenter"} | {
+    "OnnxAuditor",
+    "ClassifierAuditor",
+    "ZeroShotAuditor",
+    "PipelineRepairer",
+}
 """Classes of ours whose from_pretrained reads safetensors itself."""
 
 
@@ -188,7 +194,8 @@ def check_call(node, where):
 
 
 OURS_BY_VARIABLE = {"KINDS[kind]", "real.VisionFeatures", "ChatLabeler", "ShieldLabeler", "DetectorLabeler"} | {
-    "part_class(role, name)"
+    "part_class(role, name)",
+    "known",
 }
 
 

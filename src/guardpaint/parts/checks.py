@@ -42,5 +42,6 @@ def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) ->
         if has != wanted:
             raise BadConfig(
                 f"the learned proposer reads embeddings of lengths {wanted} (picture, prompt), "
-                f"{type(auditor).__name__} gives {has or 'none'}: leave the proposer out, or train one with this auditor"
+                f"{type(auditor).__name__} gives {has or 'none'}; leave the proposer out, or train one with this "
+                "auditor"
             )
