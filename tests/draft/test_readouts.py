@@ -184,7 +184,11 @@ def test_published_decoders_are_recognised_in_every_precision(weights, name):
 
 @pytest.mark.weights
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [(512, 512), (512, 768), (1024, 1024)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize(
+    "size",
+    [(512, 512), (512, 768), pytest.param((1024, 1024), marks=pytest.mark.slow)],
+    ids=lambda s: f"{s[0]}x{s[1]}",
+)
 @pytest.mark.parametrize("name", ["taesd", "taesdxl", "taesd3", "taef1"])
 def test_views_of_held_out_photographs(weights, name, size):
     """Views by early exits against the shrunk whole decode, on photographs that the readouts were not fitted on."""
