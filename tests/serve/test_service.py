@@ -391,7 +391,7 @@ def test_batching_changes_no_decision():
 
 def test_pictures_nobody_waits_for_are_not_finished():
     worker = Worker(GuardPaint(AlwaysSafe(), PaintsFlat()), small.pipeline("sd"), CALL, Settings(linger=0.0))
-    (long,) = jobs(1, steps=60)
+    (long,) = jobs(1, steps=900)
     worker.submit([long])
     time.sleep(0.3)
     long.gone.set()
