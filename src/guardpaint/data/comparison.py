@@ -229,7 +229,12 @@ def shown(row: Row, key: str) -> str:
 
 
 def write_table(rows: Sequence[Row], out: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Write the table as Markdown, CSV and JSON (OUT.md, OUT.csv, OUT.json); `about` goes into the JSON."""
+    """Write the table as Markdown, CSV and JSON (OUT.md, OUT.csv, OUT.json); `about` goes into the JSON.
+
+    OUT may be named with one of these endings.
+    """
+    kinds = ("md", "csv", "json")
+    out = out.with_suffix("") if out.suffix.removeprefix(".") in kinds else out
     flat = [
         {
             k: value
@@ -246,7 +251,7 @@ def write_table(rows: Sequence[Row], out: Path, about: Mapping[str, Any]) -> lis
     writer = csv.DictWriter(text, list(dict.fromkeys(k for r in flat for k in r)), restval="")
     writer.writeheader()
     writer.writerows(flat)
-    paths = [out.with_name(f"{out.name}.{kind}") for kind in ("md", "csv", "json")]
+    paths = [out.with_name(f"{out.name}.{kind}") for kind in kinds]
     write_atomic(paths[0], table(rows).encode())
     write_atomic(paths[1], text.getvalue().encode())
     write_json(paths[2], {**about, "labelers": list(rows)})
