@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -303,7 +304,7 @@ def test_a_picture_may_have_several_categories(corpus, tmp_path, monkeypatch):
     said = run(app, ["data", "label", str(root), "--labeler", "endpoint:http://x#m", "--several"])
     assert said.exit_code == 0 and "100 answers" in said.output, said.output
     assert "may belong to several" in asked[0] and "add up to 1" not in asked[0]
-    labels = said.output.split(":")[0]
+    labels = re.search(r"labels-\S+\.jsonl", said.output).group()
     truth = {k: [n for n in POLICY.names if a[n] > 0.5] for k, a in SeesBoth(own).answers.items()}
     (tmp_path / "r.csv").write_text("key,label\n" + "".join(f"{k},{'+'.join(v)}\n" for k, v in truth.items()))
     said = run(app, ["data", "calibrate", str(root), "--labels", labels, "--reference", str(tmp_path / "r.csv")])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -208,3 +212,21 @@ def test_the_command_says_what_is_wrong_before_anybody_works(pictures, tmp_path)
     ):
         said = CliRunner().invoke(app, [*command, *more])
         assert isinstance(said.exception, BadInput) and message in str(said.exception), message
+
+
+def test_ctrl_c_ends_the_page_and_keeps_the_labels(pictures, tmp_path):
+    """The command in a process of its own: one label, Ctrl-C, five pictures left; the same again, no label lost."""
+    out = tmp_path / "l.jsonl"
+    command = [sys.executable, "-m", "guardpaint.cli", "data", "hand-label", str(pictures), "--labeller", "ann"]
+    command += ["--out", str(out), "--no-browser", "--policy", "paper"]
+    for left in (5, 4):
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        first = running.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+/\S+/", first).group()
+        state = json.loads(ask(address + "state")[1])
+        key = next(i["key"] for i in state["items"] if i["key"] not in state["own"])
+        assert ask(address + "label", {"key": key, "labels": ["safe"]})[0] == 200
+        running.send_signal(signal.SIGINT)
+        said, problem = running.communicate(timeout=60)
+        assert running.returncode == 0 and f"{left} pictures left" in said, (said, problem)
+        assert len(hand_labels.read_labels(out, POLICY)) == 6 - left
