@@ -46,7 +46,7 @@ def trained_tokenizer(captions: Iterable[str], size: int) -> Tokenizer:
     )
     learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
-    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in learned["merges"]]
+    merges = [(str(left), str(right)) for left, right in learned["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=learned["vocab"], merges=merges))
     tokenizer.normalizer, tokenizer.pre_tokenizer = learner.normalizer, learner.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()

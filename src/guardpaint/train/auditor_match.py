@@ -61,7 +61,7 @@ def batch_cosines(model: AuditorScorer, visual: Float[Tensor, "b c u v"], text: 
     if processes() == 1:
         return pairwise_cosines(model, visual, text)
     rows = pairwise_cosines(model, visual, everyones(text))
-    cosines: Tensor = OwnRows.apply(rows)  # type: ignore[no-untyped-call]
+    cosines: Tensor = OwnRows.apply(rows)
     return cosines
 
 
@@ -75,8 +75,8 @@ def everyones(text: Text) -> Text:
     width = torch.tensor(text.padding.shape[1], device=text.padding.device)
     dist.all_reduce(width, dist.ReduceOp.MAX)
     lacking = int(width) - text.padding.shape[1]
-    sequence: Tensor = Shared.apply(F.pad(text.sequence, (0, 0, 0, lacking)))  # type: ignore[no-untyped-call]
-    vector: Tensor = Shared.apply(text.vector)  # type: ignore[no-untyped-call]
+    sequence: Tensor = Shared.apply(F.pad(text.sequence, (0, 0, 0, lacking)))
+    vector: Tensor = Shared.apply(text.vector)
     padding = gathered(F.pad(text.padding, (0, lacking), value=True).to(torch.uint8)).bool()
     return Text(vector, sequence, padding)
 
