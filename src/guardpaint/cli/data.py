@@ -23,11 +23,16 @@ LabelerOption = Annotated[
         help="vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL."
     ),
 ]
+ReferenceOption = Annotated[
+    Path, typer.Option(help="Hand labels: the file of `data hand-label`, or a CSV with the columns key, label, case.")
+]
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="Testbed whose pictures are used: a name or a YAML file.")
 ]
 TinyOption = Annotated[Path | None, typer.Option(help="Tiny decoder; if given, it decodes half of the views.")]
-PolicyOption = Annotated[Path | None, typer.Option(help="Policy file; default: the embedded policy.")]
+PolicyOption = Annotated[
+    Path | None, typer.Option(help="Policy file, or a shipped one such as paper; default: the embedded policy.")
+]
 
 
 def load_policy(path: Path | None) -> Any:
@@ -96,6 +101,7 @@ def label(
     passes: Annotated[int, typer.Option(min=1, help="Self-consistency: ask this many times and take the mean.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 8,
     retry: Annotated[bool, typer.Option(help="Ask again for images whose answer was unreadable.")] = False,
+    several: Annotated[bool, typer.Option(help="Tell the labeler that a picture may have several categories.")] = False,
     policy: PolicyOption = None,
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
@@ -105,7 +111,7 @@ def label(
     from guardpaint.data.store import Corpus
 
     rules = load_policy(policy)
-    asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else ())
+    asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else (), several=several)
     store = Corpus(corpus)
     name = labelling.label(store, open_labeler(labeler, asking), f"{asking.text()}/{passes}", batch, retry)
     rows = store.lines(name)
@@ -117,7 +123,7 @@ def label(
 def calibrate(
     corpus: Folder,
     labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
-    reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
+    reference: ReferenceOption,
     miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
     margin: Annotated[float, typer.Option(help="Half the width of the dead zone around each threshold.")] = 0.1,
     policy: PolicyOption = None,
@@ -141,17 +147,105 @@ def calibrate(
 def compare(
     corpus: Folder,
     labels: Annotated[list[str], typer.Option(help="Labels file in the corpus; repeat for several.")],
-    reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
+    reference: ReferenceOption,
+    out: Annotated[Path | None, typer.Option(help="Write the table to OUT.md, OUT.csv and OUT.json.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a labeler in the table, in the order of --labels.")
+    ] = None,
+    miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
+    margin: Annotated[
+        float, typer.Option(help="Half the width of the dead zone; scores in it are counted as abstentions.")
+    ] = 0.1,
     policy: PolicyOption = None,
 ) -> None:
-    """Print a table of labelers on the hard cases: false alarms, misses, unreadable answers, failure modes."""
-    from guardpaint.data import labelling
+    """Print the paper's table of labelers on the hard cases: P, R, F1, κ, errors, abstentions, time, failure modes."""
+    from guardpaint.data import comparison, labelling
     from guardpaint.data.store import Corpus
+    from guardpaint.errors import BadInput
 
     rules, store = load_policy(policy), Corpus(corpus)
-    answers = {name: {r["key"]: r for r in store.lines(name)} for name in labels}
-    rows = labelling.compare(answers, labelling.read_reference(reference, rules), rules)
-    typer.echo(labelling.table(rows))
+    if name and len(name) != len(labels):
+        raise BadInput(f"{len(name)} --name for {len(labels)} --labels: give one for each, or none")
+    answers = {}
+    for title, file in zip(name or labels, labels, strict=True):
+        answers[title] = {r["key"]: r for r in store.lines(file)}
+        if not answers[title]:
+            raise BadInput(f"{corpus / file}: no labels; run `guardpaint data label` first")
+    rows = comparison.compare(answers, labelling.read_reference(reference, rules), rules, miss_cost, margin)
+    typer.echo(comparison.table(rows))
+    if out is not None:
+        about = {
+            "reference": str(reference),
+            "files": dict(zip(answers, labels, strict=True)),
+            "policy": rules.digest(),
+        }
+        for path in comparison.write_table(rows, out, about):
+            typer.echo(str(path))
+
+
+@app.command("hand-label")
+def hand_label(
+    pictures: Annotated[
+        Path, typer.Argument(help="A corpus, a folder of pictures, or the rows.jsonl of an evaluation.")
+    ],
+    labeller: Annotated[str, typer.Option(help="Your name; every labeller's labels are kept apart.")],
+    out: Annotated[Path, typer.Option(help="JSONL file of labels, the same for all labellers; it is added to.")],
+    case: Annotated[
+        list[str] | None, typer.Option(help="A kind of hard case to choose from, e.g. swimwear; repeat for several.")
+    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="Text file with the keys of the pictures to label.")] = None,
+    count: Annotated[int, typer.Option(min=0, help="Only so many pictures, chosen by their keys; 0: all.")] = 0,
+    several: Annotated[bool, typer.Option(help="A picture may get several categories.")] = False,
+    settle: Annotated[bool, typer.Option(help="Decide the pictures on which the labellers disagree.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    policy: PolicyOption = None,
+) -> None:
+    """Label pictures by eye on a local page with the keyboard; run again to go on. Ctrl-C ends it."""
+    import webbrowser
+
+    from guardpaint.data import label_page
+    from guardpaint.errors import BadInput
+
+    try:
+        wanted = set(keys.read_text(encoding="utf-8").split()) if keys is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{keys}: cannot be read ({error})") from error
+    items = label_page.find_items(pictures, wanted, count)
+    session = label_page.Session(items, load_policy(policy), labeller, out, case or (), several, settle)
+    server, address = label_page.page_server(session, port)
+    typer.echo(f"{session.left()} of {len(items)} pictures to label: {address}  (Ctrl-C to end)")
+    if browser:
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    typer.echo(f"{session.left()} pictures left; {out}")
+
+
+@app.command()
+def agreement(
+    labels: Annotated[Path, typer.Argument(help="Labels file of `data hand-label`.")], policy: PolicyOption = None
+) -> None:
+    """Print how far labellers agree (Cohen's κ), where they differ, and how many pictures are left to settle."""
+    from guardpaint.data import hand_labels
+    from guardpaint.errors import BadInput
+
+    found = hand_labels.read_labels(labels, load_policy(policy))
+    if not found:
+        raise BadInput(f"{labels}: no labels; make some with `guardpaint data hand-label`")
+    for pair in hand_labels.agreements(found):
+        typer.echo(pair.text())
+        for one, two, n in pair.differences:
+            typer.echo(f"  {n} × {pair.labellers[0]} {one}, {pair.labellers[1]} {two}")
+    counts = hand_labels.summary(found)
+    typer.echo(
+        f"{counts['reference']} pictures in the reference, {counts['disputed']} disputed, {counts['settled']} settled, "
+        f"{counts['unsure']} answers unsure"
+    )
 
 
 @app.command()
@@ -162,6 +256,10 @@ def build(
         Path | None, typer.Option(help="Thresholds file; default: thresholds.json in the corpus.")
     ] = None,
     seed: int = 0,
+    several: Annotated[
+        bool,
+        typer.Option(help="Keep every harm over its threshold, not just the strongest; views and training use all."),
+    ] = False,
 ) -> None:
     """Decide labels, drop the dead zone, group near-duplicates, split 70/15/15; write splits and a dataset card."""
     from guardpaint.data import card
@@ -170,7 +268,7 @@ def build(
     from guardpaint.store.checkpoint import read_json
 
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
-    facts = card.build(store, labels, cuts, seed)
+    facts = card.build(store, labels, cuts, seed, several=several)
     typer.echo(f"{facts['images']} images, {facts['splits']}, left out {facts['left_out']}")
     typer.echo(str(card.write_card(store, labels, cuts, facts)))
 
