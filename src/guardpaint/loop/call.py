@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from guardpaint.audit.contract import check_pictures
 from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
 from guardpaint.draft import schedule
@@ -238,6 +239,7 @@ class GuardedCall:
         new = stepped
         for i, first, picture in zip(alive, firsts, pictures, strict=True):
             try:
+                check_pictures(picture)
                 context = self.context(i, drafts[i], views[i])
                 context.writer.picture("view", 0, picture, first.adv_map)
                 context.writer.first_pass(share)
