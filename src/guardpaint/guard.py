@@ -145,8 +145,7 @@ class GuardPaint:
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
         self.check_views(pipe)
-        if self.parts.uncovered:
-            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=2)
+        self.say_uncovered()
         return attach(self, pipe)
 
     @contextmanager
@@ -162,6 +161,7 @@ class GuardPaint:
     ) -> Iterator[WatchCallback]:
         """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
         self.check_views(pipe)
+        self.say_uncovered(stacklevel=4)  # past the context manager
         options = WatchOptions(height, width, safety_prompt, seed, request_id)
         with watch(self, pipe, options) as callback:
             self._thread.watched = callback.call
@@ -252,6 +252,11 @@ class GuardPaint:
                 f"{FITTING}"
             )
         return tiny
+
+    def say_uncovered(self, stacklevel: int = 3) -> None:
+        """Warn of the policy's categories that no part can tell, which the policy accepts."""
+        if self.parts.uncovered:
+            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
 
     # Reports -----------------------------------------------------------------------------------------------
 
@@ -408,7 +413,9 @@ class GuardPaint:
         `decoders` are tiny decoders by family in place of the preset's; {} for none.
         """
         chosen = presets.preset(name)
-        if chosen.name == "dolls":
+        if chosen.name == presets.DOLLS:
+            if seam is not None or decoders is not None:
+                raise BadConfig("preset dolls has a seam metric and decoders of its own, which cannot be replaced")
             guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
             return guard if device is None else guard.to(device)
         if not isinstance(policy, Policy):
