@@ -346,6 +346,11 @@ class GuardedCall:
         """Warn, and note for the reports, if the call runs with settings that the guard was not calibrated for."""
         setup, scope = self.setup, self.setup.parts.config.scope
         if scope is None:
+            fine = setup.parts.fine_size
+            note = f"pictures of {size[1]}x{size[0]} are only seen whole, {fine} pixels high or wide: the guard has no "
+            note += "scope, so small harm may not be seen (guardpaint calibrate-scope)"
+            if min(size) > fine and note not in self.state.notes:
+                self.state.notes.append(note)
             return
         guidance = setup.family.guidance(setup.pipe) if setup.family.name != "flux" else None
         for what in scope.outside(size, guidance, setup.pipe.num_timesteps):
