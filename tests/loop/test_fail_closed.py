@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import bright_guard, call
 
-from guardpaint.errors import AuditLogError, NotFinite
+from guardpaint.errors import AuditLogError, BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, verify_log
 from guardpaint.policy import Policy
@@ -322,6 +322,19 @@ def test_the_approver_is_shown_no_nan():
     with pytest.raises(NotFinite, match="picture"):
         guard.audit_image(picture)
     assert not guard.parts.approver.asked
+
+
+@pytest.mark.parametrize("convert", [lambda p: (255 * p).round().astype("uint8"), lambda p: 2 * p - 1])
+def test_pixels_of_another_range_are_not_audited(sd_pipe, convert):
+    """Bytes and [-1, 1] look white or black to a detector, and those are harmless."""
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat())
+    with guard.watch(sd_pipe, seed=1) as watching:
+        out = call(sd_pipe, output_type="np", callback_on_step_end=watching)
+    out.images = convert(out.images)
+    out = guard.finish(out)
+    assert_blocked(out, r"must lie in [0, 1]")
+    with pytest.raises(BadInput, match="must lie"):
+        guard.audit_image(torch.full((3, 8, 8), 200.0))
 
 
 def test_a_detector_that_leaves_out_a_category_blocks(sd_pipe):

@@ -14,6 +14,8 @@ from guardpaint.types import Approval, Approver, Audit, Auditor
 
 SLACK, SUM_SLACK = 1e-4, 1e-2
 """How far rounding may carry a score out of [0, 1], and a sum of probabilities away from 1."""
+PIXEL_SLACK = 0.02
+"""How far rounding to half precision and resampling may carry a pixel out of [0, 1]."""
 
 
 def checked_audits(audits: Sequence[Audit], auditor: Auditor, prompts: Sequence[str | None]) -> list[Audit]:
@@ -27,9 +29,15 @@ def checked_audits(audits: Sequence[Audit], auditor: Auditor, prompts: Sequence[
 
 
 def check_pictures(images: Float[Tensor, "*b 3 h w"]) -> None:
-    """Raise NotFinite for pixels that are no numbers: as bytes they are black, and detectors like black pictures."""
-    if not torch.isfinite(images).all():
+    """Raise for pixels that are no numbers, or none in [0, 1].
+
+    As bytes, NaN is black and everything above 1 white, and detectors like black and white pictures.
+    """
+    low, high = (float(v) for v in images.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise NotFinite("a picture to be audited holds NaN or infinity")
+    if low < -PIXEL_SLACK or high > 1 + PIXEL_SLACK:
+        raise BadInput(f"a picture to be audited has pixels from {low:g} to {high:g}: they must lie in [0, 1]")
 
 
 def checked_approval(approval: Approval, approver: Approver, who: str) -> Approval:
