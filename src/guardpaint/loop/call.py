@@ -211,7 +211,7 @@ class GuardedCall:
         )
         for i, image in zip(alive, images, strict=True):
             try:
-                image.recorder.spend(image.recorder.glances[-1].seconds)
+                image.recorder.spend(sum(g.seconds for g in image.recorder.glances[-1:] if g.step == step))
             except GuardTimeout as error:
                 self.fail(error, [i])
         return self.guard_step(step, stepped, found) if found else stepped
