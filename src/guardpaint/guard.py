@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,12 +45,14 @@ from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import Access, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
+from guardpaint.store.recent import Recent
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 
-REMEMBERED = 256
+REMEMBERED, KEPT_BYTES = 256, 2**28
+"""Of how many requests the reports are kept, and how many bytes their pictures may take."""
 FITTING = "give the guard one that fits (decoders=…), or none (decoders={})"
 WITHOUT_WEIGHTS = (NativeRepairer, UniformProposer, FixedProposer)
 
@@ -108,7 +109,7 @@ class GuardPaint:
         self.exits = early_exits(self.decoders, readouts or {})
         """Early exits of the tiny decoders, by family."""
         self.audit_log = audit_log
-        self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
+        self._reports: Recent[list[GuardReport]] = Recent(REMEMBERED, KEPT_BYTES)
         self._lock = threading.Lock()
         self._thread = ThreadCalls()
         self._weights: dict[str, str] = {}
@@ -136,6 +137,7 @@ class GuardPaint:
             audit_log=self.audit_log,
         )
         other.exits = self.exits  # fitted once for both
+        other.remember_requests(self._reports.most)
         return other
 
     # Doors -------------------------------------------------------------------------------------------------
@@ -143,8 +145,7 @@ class GuardPaint:
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
         self.check_views(pipe)
-        if self.parts.uncovered:
-            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=2)
+        self.say_uncovered()
         return attach(self, pipe)
 
     @contextmanager
@@ -160,6 +161,7 @@ class GuardPaint:
     ) -> Iterator[WatchCallback]:
         """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
         self.check_views(pipe)
+        self.say_uncovered(stacklevel=4)  # past the context manager
         options = WatchOptions(height, width, safety_prompt, seed, request_id)
         with watch(self, pipe, options) as callback:
             self._thread.watched = callback.call
@@ -251,25 +253,35 @@ class GuardPaint:
             )
         return tiny
 
+    def say_uncovered(self, stacklevel: int = 3) -> None:
+        """Warn of the policy's categories that no part can tell, which the policy accepts."""
+        if self.parts.uncovered:
+            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
+
     # Reports -----------------------------------------------------------------------------------------------
 
     def remember(self, reports: list[GuardReport]) -> None:
         if not reports:
             return
         with self._lock:
-            self._reports[reports[0].request_id] = reports
-            while len(self._reports) > REMEMBERED:
-                self._reports.popitem(last=False)
+            self._reports.put(reports[0].request_id, reports, sum(r.evidence_bytes for r in reports))
         self._thread.latest = reports
 
     def reports(self, request_id: str | None = None) -> list[GuardReport]:
-        """Reports of a request (the latest 256 are kept), or of this thread's latest one."""
+        """Reports of a request (the latest 256 are kept, if their pictures take no more than 256 MB), or of this
+        thread's latest one."""
         if request_id is None:
             return self._thread.latest or []
         with self._lock:
-            if request_id not in self._reports:
-                raise BadInput(f"no request {request_id!r} among the latest {REMEMBERED}")
-            return self._reports[request_id]
+            found = self._reports.get(request_id)
+        if found is None:
+            raise BadInput(f"no request {request_id!r} among the latest {self._reports.most}")
+        return found
+
+    def remember_requests(self, most: int) -> None:
+        """Keep the reports of so many requests, and at least those of the latest one; a service keeps its own."""
+        with self._lock:
+            self._reports = Recent(most, KEPT_BYTES)
 
     def running(self, call: GuardedCall | None) -> None:
         """Set the call that this thread is running."""
@@ -401,7 +413,9 @@ class GuardPaint:
         `decoders` are tiny decoders by family in place of the preset's; {} for none.
         """
         chosen = presets.preset(name)
-        if chosen.name == "dolls":
+        if chosen.name == presets.DOLLS:
+            if seam is not None or decoders is not None:
+                raise BadConfig("preset dolls has a seam metric and decoders of its own, which cannot be replaced")
             guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
             return guard if device is None else guard.to(device)
         if not isinstance(policy, Policy):

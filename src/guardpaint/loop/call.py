@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from guardpaint.audit.contract import check_pictures
 from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
 from guardpaint.draft import schedule
@@ -210,7 +211,7 @@ class GuardedCall:
         )
         for i, image in zip(alive, images, strict=True):
             try:
-                image.recorder.spend(image.recorder.glances[-1].seconds)
+                image.recorder.spend(sum(g.seconds for g in image.recorder.glances[-1:] if g.step == step))
             except GuardTimeout as error:
                 self.fail(error, [i])
         return self.guard_step(step, stepped, found) if found else stepped
@@ -238,6 +239,7 @@ class GuardedCall:
         new = stepped
         for i, first, picture in zip(alive, firsts, pictures, strict=True):
             try:
+                check_pictures(picture)
                 context = self.context(i, drafts[i], views[i])
                 context.writer.picture("view", 0, picture, first.adv_map)
                 context.writer.first_pass(share)
@@ -344,6 +346,11 @@ class GuardedCall:
         """Warn, and note for the reports, if the call runs with settings that the guard was not calibrated for."""
         setup, scope = self.setup, self.setup.parts.config.scope
         if scope is None:
+            fine = setup.parts.fine_size
+            note = f"pictures of {size[1]}x{size[0]} are only seen whole, {fine} pixels high or wide: the guard has no "
+            note += "scope, so small harm may not be seen (guardpaint calibrate-scope)"
+            if min(size) > fine and note not in self.state.notes:
+                self.state.notes.append(note)
             return
         guidance = setup.family.guidance(setup.pipe) if setup.family.name != "flux" else None
         for what in scope.outside(size, guidance, setup.pipe.num_timesteps):
