@@ -52,7 +52,14 @@ def eval_inpainter(
         list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. `base` is compared with.")
     ],
     auditor: Annotated[
-        Path | None, typer.Option(help="Auditor that makes masks and rates seams; default: neither.")
+        Path | None, typer.Option(help="Auditor that makes masks, and rates seams without --seam.")
+    ] = None,
+    seam: Annotated[
+        str | None,
+        typer.Option(
+            help="Seam metric: auditor_backbone, pixels, lpips_alex, lpips_alex:FILE, lpips_vgg:FILE; "
+            "default: the auditor's backbone, or pixels."
+        ),
     ] = None,
     results: ResultsFile = Path("docs/results/inpainter.json"),
     count: Annotated[int, typer.Option(min=2, help="Held-out unsafe pictures.")] = 500,
@@ -63,14 +70,14 @@ def eval_inpainter(
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
     from guardpaint.testbed import open_testbed
-    from guardpaint.verify.seam import BackboneSeam, PixelSeam
+    from guardpaint.verify.seam import open_seam, own_seam
 
     models = dict(m.partition("=")[::2] for m in model)
     if not all(models.values()):
         raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
     scorer = AuditorScorer.from_pretrained(auditor) if auditor else None
-    seam = BackboneSeam(scorer) if scorer else PixelSeam()
-    say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), seam, scorer)))
+    rates = open_seam(seam, scorer) if seam else own_seam(scorer)
+    say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), rates, scorer)))
 
 
 @app.command("proposers")
