@@ -166,6 +166,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "direct_blend",
         "ddim_inversion",
         "null_text",
+        "null_text_single",
         "flow_ode",
         "x0_substitution",
         "held_substitution",
