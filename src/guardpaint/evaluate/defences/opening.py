@@ -42,7 +42,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "reinsertion": tuple(
         f"ours:reinsertion={rule},audits=8"  # audits from 70 % on: in the last steps rules hardly differ
         for rule in ("held_substitution", "x0_substitution", "direct_blend", "ddpm_noise", "ddim_inversion",
-                     "null_text", "null_text_single", "flow_ode")
+                     "null_text", "flow_ode")
     ),
 }  # fmt: skip
 """Sets of defences to compare: `--defence ablation:NAME` runs every member."""
