@@ -155,7 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", action="append", help="UNet base; repeat (default: mini-sd, mini-sdxl)")
     parser.add_argument("--count", type=int, default=60, help="scenes with a repair on each base")
-    parser.add_argument("--progress", type=float, default=0.8, help="share of the steps done when the repair is put back")
+    parser.add_argument(
+        "--progress", type=float, default=0.8, help="share of the steps done when the repair is put back"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     require_clean(args.out)

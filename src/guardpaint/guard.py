@@ -32,7 +32,7 @@ from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.parts import presets
-from guardpaint.parts.checks import check_categories, check_scores
+from guardpaint.parts.checks import check_categories, check_scores, other_gate
 from guardpaint.parts.folder import early_exits, load_readouts, read_settings
 from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.parts.sharing import Hub, push
@@ -94,9 +94,7 @@ class GuardPaint:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
         proposer = proposer or UniformProposer()
         check_scores(auditor, proposer, ranker)
-        self.parts = Parts(
-            auditor, repairer, proposer, seam or LpipsAlex.load(), policy, config, ranker, approver
-        )
+        self.parts = Parts(auditor, repairer, proposer, seam or LpipsAlex.load(), policy, config, ranker, approver)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
             raise BadConfig(
@@ -454,6 +452,8 @@ class GuardPaint:
         auditor, calibration = parts["auditor"], config.calibration
         if calibration is not None and calibration.auditor not in ("", auditor.digest()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
+        if (other := other_gate(parts["proposer"], config)) is not None:
+            warnings.warn(f"{directory}: {other}", stacklevel=2)
         if seam is not None or "seam" not in parts:
             parts["seam"] = open_seam(seam, auditor) if isinstance(seam, str) else seam or own_seam(auditor)
         return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)

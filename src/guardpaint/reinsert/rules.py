@@ -53,8 +53,9 @@ def null_text(
 ) -> Float[Tensor, "1 l d"]:
     """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m.
 
-    The optimiser starts from `start`, such as the embedding of the step before, or from the base's own. It needs gradients inside of the pipeline's `no_grad`, or of the caller's `torch.inference_mode`, whose tensors
-    autograd accepts as copies only.
+    The optimiser starts from `start`, such as the embedding of the step before, or from the base's own. It needs
+    gradients inside of the pipeline's `no_grad`, or of the caller's `torch.inference_mode`, whose tensors autograd
+    accepts as copies only.
     """
     with torch.inference_mode(False), torch.enable_grad():
         base = base.outside_inference()
