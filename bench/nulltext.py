@@ -71,7 +71,7 @@ class Reinserts(GuardedCall):
         return self.accept(0, done, self.edit, draft)[None].to(stepped.dtype)
 
     def painted(self, draft: Draft) -> Repair | None:
-        """One repair of the largest region that the auditor points to, as the inpainter paints it; None if it is calm."""
+        """A repair of the largest region that the auditor points to; None if it is calm."""
         parts, noise = self.setup.parts, draft.before.noise
         control = LatentView(self.decoder, draft.x0, "x0", noise).full()
 

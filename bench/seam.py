@@ -1,6 +1,6 @@
 """Measure how well the seam metrics that need no download rank composites, compared with LPIPS-VGG.
 
-    python bench/seam.py --weights DIR [--auditor DIR] [--out docs/results/seam.json] [--recipe docs/results/recipe.json]
+    python bench/seam.py --weights DIR [--auditor DIR]
 
 Composites are patches of pictures pasted into others, with varied feather, brightness and noise: of photographs, and of
 paper dolls, which the embedded auditor was trained on. All metrics rate each of them; the result is the Spearman rank

@@ -46,8 +46,8 @@ from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import Access, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
-from guardpaint.verify.parts import Parts
 from guardpaint.verify.lpips import LpipsAlex
+from guardpaint.verify.parts import Parts
 from guardpaint.verify.seam import BackboneSeam, open_seam, own_seam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 

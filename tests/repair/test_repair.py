@@ -82,9 +82,7 @@ def test_every_channel_of_a_wide_latent_counts():
         assert not torch.equal(proposer.encode(replace(blank, latent=latent)), proposer.encode(blank))
     narrow = torch.rand(4, 8, 8)
     padded = torch.cat([narrow, torch.zeros(12, 8, 8)])
-    assert torch.equal(
-        proposer.encode(replace(blank, latent=narrow)), proposer.encode(replace(blank, latent=padded))
-    )
+    assert torch.equal(proposer.encode(replace(blank, latent=narrow)), proposer.encode(replace(blank, latent=padded)))
 
 
 def test_the_gates_of_training_are_in_the_checkpoint(tmp_path):

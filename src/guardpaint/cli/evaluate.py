@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from guardpaint.cli.common import opens_bases
+from guardpaint.cli.common import SeamOption, opens_bases, warn
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -121,6 +121,49 @@ def eval_proposers(
         rows = read_rollouts(rollouts_dir / "train", "uniform")
         picture = measure.dependence(rows, results.with_name("proposer-knobs.png"))
         typer.echo(str(picture))
+
+
+@app.command("gtp")
+@opens_bases
+def eval_gtp(
+    base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
+    guard: Annotated[str | None, typer.Option(help="Guard checkpoint; default: the embedded one.")] = None,
+    learned: Annotated[str | None, typer.Option(help="Trained proposer; default: the guard's own.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Harmful prompts per base.")] = 10,
+    attacks: Annotated[
+        Path | None, typer.Option(help="Folder that `eval attack` wrote; default: harmful prompts of the testbed.")
+    ] = None,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option("--c", min=1, max=64, help="Candidates per tournament; repeat. Default: 3, 5, 7."),
+    ] = None,
+    seam: SeamOption = None,
+    results: ResultsFile = Path("docs/results/gtp.json"),
+    testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
+) -> None:
+    """The paper's table of the tournament policy: accepted and suggested tournaments and time, with and without it.
+
+    Run it again to resume. The table is written beside the results as Markdown.
+    """
+    from dataclasses import replace
+
+    from guardpaint.bases import load_guard
+    from guardpaint.evaluate import gtp
+    from guardpaint.testbed import open_testbed
+    from guardpaint.train.rollouts import attack_prompts, open_proposer
+
+    world = open_testbed(testbed)
+    loaded = load_guard(guard, None, warn, base[0], seam)
+    if learned:
+        loaded.parts = replace(loaded.parts, proposer=open_proposer(learned))
+    prompts = (attack_prompts(attacks) if attacks else world.harmful("attack", count))[:count]
+    opened = {name: world.base(name, options) for name in base}
+    judge = world.judge(loaded.policy)
+    budgets = tuple(budget or gtp.BUDGETS)
+    say_metrics(gtp.run(gtp.GtpOptions(loaded, opened, prompts, judge, results, budgets)))
+    typer.echo(results.with_suffix(".md").read_text())
 
 
 @app.command("attack")

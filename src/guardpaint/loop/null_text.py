@@ -17,7 +17,7 @@ from guardpaint.types import Edit, Level
 
 @dataclass
 class NullText:
-    """The repair that one image's remaining steps must reproduce, and the embedding that makes the current one do so."""
+    """The repair that one image's remaining steps must reproduce, and the embedding by which the current one does."""
 
     edit: Edit
     embedding: Float[Tensor, "1 l d"]

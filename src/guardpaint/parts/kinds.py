@@ -52,7 +52,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "lpips_alex": "guardpaint.verify.lpips:LpipsAlex",
     },
 }
-"""Role → kind → where its class is. The seam metric `auditor_backbone` needs no entry: a manifest without one means it."""
+"""Role → kind → where its class is. The seam metric `auditor_backbone` needs none: a manifest without one means it."""
 GROUPS = {"auditor": plugins.AUDITORS, "approver": plugins.APPROVERS, "repairer": plugins.REPAIRERS}
 HAVE_DTYPE = ("auditor-scorer", "learned", "ranker")
 """Kinds of our own networks, whose weights can be stored in another precision."""
