@@ -114,6 +114,7 @@ def psnr(a: Tensor, b: Tensor, where: Tensor) -> float:
     return float(-10 * (((a - b) ** 2)[:, where].mean().clamp_min(1e-10)).log10())
 
 
+@torch.no_grad()
 def compare(guard: GuardPaint, base: Base, prompt: Prompt, progress: float) -> list[Row]:
     """The rows of one scene, one for each rule; none if the auditor finds nothing to repair."""
     steps = base.settings.steps
