@@ -102,12 +102,12 @@ def utilities(row: Row, delta: float, gate: GateSettings) -> list[float]:
 
 def gate_of(rows: Sequence[Row], shape: ProposerTraining) -> GateSettings:
     """The gates to train under: those of the guard that played the tournaments; `shape` may name another F gate."""
-    played = {GateSettings(*(r.get(f.name) for f in fields(GateSettings))) for r in rows}
-    unknown = GateSettings(None, None, None) in played  # type: ignore[arg-type]
+    played = {tuple(r.get(f.name) for f in fields(GateSettings)) for r in rows}
+    unknown = any(None in own for own in played)
     if len(played) > 1 or (unknown and shape.f_gate is None):
         what = "do not say under which gates they were played" if unknown else "were played under different gates"
         raise BadInput(f"the tournaments {what}; play them again with the guard that the proposer is for")
-    gate = GuardConfig().gate if unknown else played.pop()
+    gate = GuardConfig().gate if unknown else GateSettings(*played.pop())
     return gate if shape.f_gate is None else replace(gate, f_gate=shape.f_gate)
 
 

@@ -36,9 +36,9 @@ def spatial_distance(
 
 
 class Convolution(NamedTuple):
-    """One convolution of a backbone, by its index in torchvision's `features`."""
+    """One convolution of a backbone, by its place in torchvision's `features`."""
 
-    index: int
+    place: int
     channels: int
     size: int = 3
     stride: int = 1
@@ -64,7 +64,7 @@ class Lpips(nn.Module):
         super().__init__()
         self.features, width = nn.ModuleDict(), 3
         for c in (c for block in self.BLOCKS for c in block):
-            self.features[str(c.index)] = nn.Conv2d(width, c.channels, c.size, c.stride, c.padding)
+            self.features[str(c.place)] = nn.Conv2d(width, c.channels, c.size, c.stride, c.padding)
             width = c.channels
         self.lins = nn.ParameterList(torch.zeros(1, block[-1].channels, 1, 1) for block in self.BLOCKS)
         self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1))
@@ -116,7 +116,7 @@ class Lpips(nn.Module):
             if k in self.POOLED:
                 x = F.max_pool2d(x, self.POOL, stride=2)
             for c in block:
-                x = F.relu(self.features[str(c.index)](x))
+                x = F.relu(self.features[str(c.place)](x))
             out.append(x)
         return out
 
