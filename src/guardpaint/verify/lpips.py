@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import WEIGHTS, fingerprint, read_tensors, sha256_hex, write_atomic
 from guardpaint.types import JsonDict
 
+Own = TypeVar("Own", bound="Lpips")
 SHIPPED = Path(__file__).parents[1] / "assets" / "lpips_alex.safetensors"
 """LPIPS-Alex in half precision; its licences are beside it."""
 
@@ -71,7 +72,7 @@ class Lpips(nn.Module):
         self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1))
 
     @classmethod
-    def from_file(cls, path: str | Path) -> Self:
+    def from_file(cls: type[Own], path: str | Path) -> Own:
         """The backbone's convolutions as features.N.{weight,bias}, heads as lin0..4.weight."""
         state, model = read_tensors(Path(path)), cls()
         try:
@@ -102,7 +103,7 @@ class Lpips(nn.Module):
         write_atomic(folder / WEIGHTS, save({k: v.contiguous().cpu() for k, v in state.items()}))
 
     @classmethod
-    def from_pretrained(cls, folder: Path) -> Self:
+    def from_pretrained(cls: type[Own], folder: Path) -> Own:
         return cls.from_file(folder / WEIGHTS)
 
     def taps(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor]:
@@ -160,7 +161,7 @@ class LpipsAlex(Lpips):
         """Whether the weights are the package's own, which a guard's folder need not repeat."""
 
     @classmethod
-    def load(cls) -> Self:
+    def load(cls) -> LpipsAlex:
         """The metric with the weights that ship with the package."""
         model = cls.from_file(SHIPPED)
         model.shipped = True
@@ -175,7 +176,7 @@ class LpipsAlex(Lpips):
             super().save_pretrained(folder)
 
     @classmethod
-    def from_pretrained(cls, folder: Path, weights: str | None = None) -> Self:
+    def from_pretrained(cls, folder: Path, weights: str | None = None) -> LpipsAlex:
         """From a folder, or the shipped weights if their hash is given; raises BadCheckpoint if it is another."""
         if weights is None:
             return cls.from_file(folder / WEIGHTS)
