@@ -322,7 +322,7 @@ def test_a_proposer_used_under_other_gates_than_its_own_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match="trained under the gates f_gate=relative"):
         assert GuardPaint.from_pretrained(tmp_path).parts.proposer.config.gate == gate
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*trained under the gates")
         GuardPaint.from_pretrained(tmp_path, f_gate="relative")
 
 
