@@ -91,7 +91,7 @@ def measure(base: Base, guard: GuardPaint, prompt: Prompt, judge: Judge) -> Row:
 def run(options: GtpOptions) -> Row:
     """Measure what has no row yet, write results and the table, and return the metrics.
 
-    Rows of the same guard on bases that are not measured now are kept. Both configurations and all budgets take turns on
+    Rows of the same guard on bases that are not measured now are kept. All configurations and budgets take turns on
     each prompt, so that a busy machine slows all of them alike.
     """
     wanted = list(product(options.budgets, (WITH, WITHOUT)))
