@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -175,15 +175,21 @@ EMBEDDED_ONLY = (
 
 
 def load_guard(
-    name: str | None, policy: Path | None, warn: Callable[[str], None], base: str | None = None, **config: Any
+    name: str | None,
+    policy: Path | None,
+    warn: Callable[[str], None],
+    base: str | None = None,
+    seam: str | None = None,
+    **config: Any,
 ) -> GuardPaint:
     """A guard from a folder or the hub, the embedded one (no name), or a random-initialised one (`tiny`).
 
-    The embedded guard is refused on a base that it was not trained for.
+    The embedded guard is refused on a base that it was not trained for. `seam` names another seam metric for it.
     """
     from guardpaint.guard import GuardPaint
     from guardpaint.parts.presets import DOLLS, PRESET
     from guardpaint.policy import Policy
+    from guardpaint.verify.seam import open_seam
 
     if name == f"{PRESET}{DOLLS}":  # the embedded guard by another name
         name = None
@@ -192,11 +198,13 @@ def load_guard(
 
         warn(UNTRAINED)
         guard = small.guard(**config)
+        if seam is not None:
+            guard.parts = replace(guard.parts, seam=open_seam(seam, guard.parts.auditor))
         return guard if policy is None else guard.configured(policy=Policy.load(policy))
     if name is not None:
-        return GuardPaint.from_pretrained(name, policy=policy, **config)
+        return GuardPaint.from_pretrained(name, policy=policy, seam=seam, **config)
     if base is None:
         warn(EMBEDDED_ONLY)
     elif base not in named_bases() and not base.startswith(SMALL):
         raise BadInput(f"base {base!r}: not one of {known_names()}; any other needs --guard, {EMBEDDED_ONLY}")
-    return GuardPaint.embedded(policy=policy, **config)
+    return GuardPaint.embedded(policy=policy, seam=seam, **config)
