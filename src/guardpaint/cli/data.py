@@ -96,6 +96,10 @@ def label(
     passes: Annotated[int, typer.Option(min=1, help="Self-consistency: ask this many times and take the mean.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 8,
     retry: Annotated[bool, typer.Option(help="Ask again for images whose answer was unreadable.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the labeler in the labels file; default: its own.")] = None,
+    only: Annotated[
+        Path | None, typer.Option(help="CSV of hand labels: label its pictures only, to compare labelers on them.")
+    ] = None,
     policy: PolicyOption = None,
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
@@ -106,17 +110,19 @@ def label(
 
     rules = load_policy(policy)
     asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else ())
-    store = Corpus(corpus)
-    name = labelling.label(store, open_labeler(labeler, asking), f"{asking.text()}/{passes}", batch, retry)
-    rows = store.lines(name)
+    store, model = Corpus(corpus), open_labeler(labeler, asking)
+    model.name = name or model.name
+    keys = set(labelling.read_reference(only, rules)) if only else None
+    file = labelling.label(store, model, f"{asking.text()}/{passes}", batch, retry, keys=keys)
+    rows = store.lines(file)
     unreadable = sum(r["scores"] is None for r in rows)
-    typer.echo(f"{name}: {len(rows)} answers, {unreadable} unreadable")
+    typer.echo(f"{file}: {len(rows)} answers, {unreadable} unreadable")
 
 
 @app.command()
 def calibrate(
     corpus: Folder,
-    labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
+    labels: Annotated[str, typer.Option(help="Labels file in the corpus, or a pattern for one.")],
     reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
     miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
     margin: Annotated[float, typer.Option(help="Half the width of the dead zone around each threshold.")] = 0.1,
@@ -131,7 +137,7 @@ def calibrate(
 
     rules = load_policy(policy)
     store = Corpus(corpus)
-    answers = {r["key"]: r["scores"] for r in store.lines(labels)}
+    answers = {r["key"]: r["scores"] for r in store.lines(store.one(labels))}
     thresholds = labelling.calibrate(answers, labelling.read_reference(reference, rules), rules, miss_cost, margin)
     write_json(corpus / "thresholds.json", asdict(thresholds))
     typer.echo(", ".join(f"{h} {t:.3f}" for h, t in thresholds.harms.items()) + f"; dead zone ±{margin}")
@@ -140,24 +146,28 @@ def calibrate(
 @app.command()
 def compare(
     corpus: Folder,
-    labels: Annotated[list[str], typer.Option(help="Labels file in the corpus; repeat for several.")],
+    labels: Annotated[list[str], typer.Option(help="Labels file in the corpus, or a pattern for one; repeat for several.")],
     reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the table to this file.")] = None,
     policy: PolicyOption = None,
 ) -> None:
     """Print a table of labelers on the hard cases: false alarms, misses, unreadable answers, failure modes."""
     from guardpaint.data import labelling
     from guardpaint.data.store import Corpus
+    from guardpaint.store.checkpoint import write_atomic
 
     rules, store = load_policy(policy), Corpus(corpus)
-    answers = {name: {r["key"]: r for r in store.lines(name)} for name in labels}
-    rows = labelling.compare(answers, labelling.read_reference(reference, rules), rules)
-    typer.echo(labelling.table(rows))
+    answers = {name: {r["key"]: r for r in store.lines(name)} for name in map(store.one, labels)}
+    table = labelling.table(labelling.compare(answers, labelling.read_reference(reference, rules), rules))
+    typer.echo(table)
+    if out is not None:
+        write_atomic(out, table.encode())
 
 
 @app.command()
 def build(
     corpus: Folder,
-    labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
+    labels: Annotated[str, typer.Option(help="Labels file in the corpus, or a pattern for one.")],
     thresholds: Annotated[
         Path | None, typer.Option(help="Thresholds file; default: thresholds.json in the corpus.")
     ] = None,
@@ -170,6 +180,7 @@ def build(
     from guardpaint.store.checkpoint import read_json
 
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
+    labels = store.one(labels)
     facts = card.build(store, labels, cuts, seed)
     typer.echo(f"{facts['images']} images, {facts['splits']}, left out {facts['left_out']}")
     typer.echo(str(card.write_card(store, labels, cuts, facts)))
@@ -223,7 +234,10 @@ def corpus_views(
         typer.Option(help="Base whose unfinished pictures are shown: a folder, hub:OWNER/NAME or an embedded base."),
     ],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views; not one with views of testbeds.")],
-    split: Annotated[str, typer.Option(help="train, validation, test, or calibration (half of test).")] = "train",
+    split: Annotated[
+        list[str], typer.Option(help="train, validation, test, or calibration (half of test); repeat for several.")
+    ] = ["train"],  # noqa: B006 (read only)
+    name: Annotated[str | None, typer.Option(help="Name of the base in file names; default: from its path.")] = None,
     pixels: Annotated[int, typer.Option(min=16, help="Side of a view in pixels: the auditor's larger size.")] = 384,
     coarse: Annotated[
         int, typer.Option(min=8, help="The auditor's smaller size, and the size of glances with it.")
@@ -247,11 +261,12 @@ def corpus_views(
     device, looks = loaded.pipe._execution_device, (coarse, pixels, glance_size(coarse))
     viewed = ViewedBase(loaded.pipe, call, None if decoder is None else decoder.to(device), looks)
     where = str(Path(base).resolve()) if Path(base).is_dir() else base
-    name = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_")
-    store = Corpus(corpus)
-    plan = make.ViewPlan(viewed, name, pixels, batch, f"{where} {tiny}")
-    new = make.make(store, plan, out_dir, split, load_policy(policy))
-    typer.echo(f"{new} new files of split {split} in {out_dir}; called with {call}")
+    own = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_").replace(":", "_")
+    store, rules = Corpus(corpus), load_policy(policy)
+    plan = make.ViewPlan(viewed, name or own, pixels, batch, f"{where} {tiny}")
+    for part in split:
+        new = make.make(store, plan, out_dir, part, rules)
+        typer.echo(f"{new} new files of split {part} in {out_dir}; called with {call}")
     if left := make.without_prompt(store):
         typer.echo(
             f"{left} pictures of the corpus have no prompt and are left out; add some with `guardpaint data caption`"

@@ -31,15 +31,24 @@ def label_file(labeler: str, question: str) -> str:
 
 
 def label(
-    corpus: Corpus, labeler: Labeler, question: str, batch: int = 8, retry: bool = False, quiet: bool = False
+    corpus: Corpus,
+    labeler: Labeler,
+    question: str,
+    batch: int = 8,
+    retry: bool = False,
+    quiet: bool = False,
+    *,
+    keys: set[str] | None = None,
 ) -> str:
     """Label every image that has no answer yet, and with `retry` those whose answer could not be read.
 
-    Returns the name of the labels file.
+    With `keys` only these images. Returns the name of the labels file.
     """
     name = label_file(labeler.name, question)
     rows = {r["key"]: r for r in corpus.lines(name)}
     answered = {k for k, r in rows.items() if not (retry and r["scores"] is None)}
+    if keys is not None:
+        answered |= corpus.keys() - keys
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
         answers = guarded(labeler.label, [e.picture() for e in examples])

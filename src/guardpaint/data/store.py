@@ -98,6 +98,15 @@ class Corpus:
                         seen.add(row["key"])
                         yield Example(**row)
 
+    def one(self, pattern: str) -> str:
+        """The name of the only file of this corpus that fits a pattern; a plain name is returned as it is."""
+        if not any(c in pattern for c in "*?["):
+            return pattern
+        names = sorted(p.name for p in self.root.glob(pattern))
+        if len(names) != 1:
+            raise BadInput(f"{self.root / pattern}: {', '.join(names) or 'no file'}; the pattern must fit exactly one")
+        return names[0]
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Rows of a JSONL file of this corpus."""
         return read_rows(self.root / name)
