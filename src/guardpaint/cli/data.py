@@ -23,6 +23,12 @@ LabelerOption = Annotated[
         help="vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL."
     ),
 ]
+KNOWN_HELP = (
+    "vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL. For a corpus "
+    "that is labelled already: folders:MAP.yaml, where the file says `folder: category` for the folders that images "
+    "lie in, or column:NAME, for a column that a source keeps (`keep: [NAME]` in the manifest); column:NAME#MAP.yaml "
+    "if its values are not names of categories."
+)
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="Testbed whose pictures are used: a name or a YAML file.")
 ]
@@ -52,11 +58,18 @@ def ingest(
     out_dir: Annotated[Path, typer.Option("--out", help="The corpus folder; rows are added to an existing one.")],
     source: Annotated[list[str] | None, typer.Option(help="Only this source; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows per source.")] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HF_TOKEN",
+            help="Hub token for gated sources. Other users can read a command line: rather set HF_TOKEN.",
+        ),
+    ] = None,
 ) -> None:
     """Read sources into a corpus; run again to resume after an interruption."""
     from guardpaint.data.sources import ingest as read
     from guardpaint.data.sources import load_manifest
-    from guardpaint.data.store import Corpus
+    from guardpaint.data.store import BROKEN, Corpus
     from guardpaint.errors import BadInput
     from guardpaint.testbed import open_dataset
 
@@ -66,8 +79,12 @@ def ingest(
     if unknown:
         raise BadInput(f"source {unknown[0]!r}: {manifest} has {', '.join(names)}")
     chosen = [s for s in sources if not source or s.name in source]
-    for name, counts in read(chosen, Corpus(out_dir), limit, open_dataset=open_dataset).items():
+    corpus, token = Corpus(out_dir), (token or "").strip() or None
+    for name, counts in read(chosen, corpus, limit, open_dataset=open_dataset, token=token).items():
         typer.echo(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+    if broken := corpus.broken():
+        first = "; ".join(f"{b['source']} row {b['row']}: {b['problem']}" for b in broken[:3])
+        typer.echo(f"{len(broken)} images cannot be read and are left out ({first}); all are in {out_dir / BROKEN}")
 
 
 @app.command()
@@ -81,13 +98,19 @@ def caption(corpus: Folder, labeler: LabelerOption, batch: int = 8, policy: Poli
     model = open_labeler(labeler, Asking(load_policy(policy)))
     if not hasattr(model, "caption"):
         raise BadInput(f"labeler {labeler!r} cannot write captions; use vlm:MODEL or endpoint:URL#MODEL")
-    labelling.caption(Corpus(corpus), model, batch)
+    labelling.caption(store := Corpus(corpus), model, batch)
+    rows = {r["key"]: r for r in store.lines(labelling.CAPTIONS)}.values()
+    failed, without = sum(bool(r.get("problem")) for r in rows), sum(r["prompt"] is None for r in rows)
+    typer.echo(
+        f"{len(rows) - without} captions; the model refused {without - failed} pictures and failed on {failed}"
+        + (", which the next run tries again" if failed else "")
+    )
 
 
 @app.command()
 def label(
     corpus: Folder,
-    labeler: LabelerOption,
+    labeler: Annotated[str, typer.Option(help=KNOWN_HELP)],
     style: Annotated[str, typer.Option(help="How to ask: single, reasoned (a reason first) or examples.")] = "single",
     examples: Annotated[
         Path | None,
@@ -104,19 +127,19 @@ def label(
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
     from guardpaint.data import labelling
+    from guardpaint.data.known_labels import open_known
     from guardpaint.data.labelers import Asking, open_labeler
     from guardpaint.data.questions import read_examples
     from guardpaint.data.store import Corpus
 
     rules = load_policy(policy)
     asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else ())
-    store, model = Corpus(corpus), open_labeler(labeler, asking)
-    model.name = name or model.name
+    store, known = Corpus(corpus), open_known(labeler, rules)
+    model = known if known is not None else open_labeler(labeler, asking)
     keys = set(labelling.read_reference(only, rules)) if only else None
-    file = labelling.label(store, model, f"{asking.text()}/{passes}", batch, retry, keys=keys)
-    rows = store.lines(file)
-    unreadable = sum(r["scores"] is None for r in rows)
-    typer.echo(f"{file}: {len(rows)} answers, {unreadable} unreadable")
+    question = known.question() if known is not None else f"{asking.text()}/{passes}"
+    file = labelling.label(store, model, question, batch, retry, keys=keys, name=name)
+    typer.echo(f"{file}: {labelling.summary(store.lines(file))}")
 
 
 @app.command()

@@ -79,10 +79,13 @@ def resolve(name: str | Path, download: Callable[..., Path] = snapshot, access: 
     return folder
 
 
-def refusal(error: BaseException, repo: str, revision: str | None, token: str | None) -> str:
-    """Why a download failed and what to do about it; the token is never part of it."""
+def refusal(error: BaseException, repo: str, revision: str | None, token: str | None, section: str = "") -> str:
+    """Why a download failed and what to do about it; the token is never part of it.
+
+    `section` is what the hub's pages of a kind begin with, as `datasets/`; those of models begin with nothing.
+    """
     kinds = {cls.__name__ for link in causes(error) for cls in type(link).__mro__}
-    page = f"https://huggingface.co/{repo}"
+    page = f"https://huggingface.co/{section}{repo}"
     if "GatedRepoError" in kinds and token is None:
         return f"gated: accept its terms at {page}, then give a token with --token or in HF_TOKEN"
     if "GatedRepoError" in kinds:
