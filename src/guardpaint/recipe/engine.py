@@ -52,9 +52,13 @@ class Launch:
     again: str = "guardpaint recipe run …"
     """The command that goes on after an interruption."""
 
+    def accelerated(self, stage: Stage) -> bool:
+        """Whether a stage is started by `accelerate launch`: training, with several processes or a GPU."""
+        return stage.launch == "accelerate" and (self.processes > 1 or self.gpu)
+
     def argv(self, stage: Stage) -> list[str]:
         """The command line of a stage as a list for the operating system."""
-        if stage.launch == "accelerate" and (self.processes > 1 or self.gpu):
+        if self.accelerated(stage):
             start = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(self.processes)]
             start += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]
             start += [] if self.gpu else ["--cpu"]
@@ -63,7 +67,7 @@ class Launch:
 
     def shown(self, stage: Stage) -> str:
         """The command line of a stage as a user would type it."""
-        if not stage.words or self.argv(stage)[1:3] == ["-m", "guardpaint.cli"]:
+        if not self.accelerated(stage):
             return stage.command
         return stage.command.replace(
             "guardpaint", f"accelerate launch --num_processes {self.processes} -m guardpaint.cli", 1

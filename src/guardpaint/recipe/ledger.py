@@ -109,8 +109,8 @@ class Ledger:
         return {path: self.digest(path) for path in (*stage.outputs, *stage.updates)}
 
     def missing_outputs(self, stage: Stage) -> list[str]:
-        """Outputs of which there is no file."""
-        return [path for path in stage.outputs if not any(files_of(p) for p in self.matches(path))]
+        """Outputs and updates of which there is no file."""
+        return [path for path in (*stage.outputs, *stage.updates) if not any(files_of(p) for p in self.matches(path))]
 
 
 def files_of(place: Path) -> list[Path]:
