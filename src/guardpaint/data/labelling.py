@@ -90,7 +90,7 @@ def unreadable(error: Exception) -> Answer:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many pictures have an answer, and how many answers cannot be read and why. The last row of a picture counts."""
+    """How many pictures have an answer, how many of these cannot be read, and why. A picture's last row counts."""
     last = list({r["key"]: r for r in rows}.values())
     problems = Counter(re.sub(r"\d+", "…", r["problem"])[:80] for r in last if r["scores"] is None)
     text = f"{len(last)} answers, {problems.total()} unreadable"

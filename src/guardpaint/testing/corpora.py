@@ -248,6 +248,10 @@ def table(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
     return {"format": "csv", "path": str(place / "labels.csv"), "prompt": "text", "keep": ["label"]}
 
 
+def numbered(p: Picture) -> dict[str, Any]:
+    return {"image_id": p.number}
+
+
 def captioned(p: Picture) -> dict[str, Any]:
     return {"text": p.prompt}
 
@@ -263,19 +267,24 @@ def judged(p: Picture) -> dict[str, Any]:
     }
 
 
-UNSAFE = ("cat", "coffee", "flowers")
 EVERY_KIND = tuple(PHOTOGRAPHS)
-TEXT: Mapping[str, Any] = {"prompt": "text"}
+VIOLENCE: Mapping[str, Any] = {"category": "violence"}
+CAPTIONED: Mapping[str, Any] = {"prompt": "text", **VIOLENCE}
+BENCH: Mapping[str, Any] = {
+    "prompt": "text",
+    "category_column": "category",
+    "keep": ["safety_label", "category"],
+}
 SOURCES = (
-    Source("weapon-detection", ("coffee", "temple", "rocket"), 36, parquet(lambda p: {"image_id": p.number}, category="violence")),
+    Source("weapon-detection", ("coffee", "temple", "rocket"), 36, parquet(numbered, **VIOLENCE)),
     Source("gore-blood", ("coffee", "stars"), 30, folders),
     Source("nsfw-full", ("cat", "motorcycle"), 36, tar),
-    Source("unsafe-violence", ("coffee", "temple"), 30, parquet(captioned, **TEXT, category="violence")),
-    Source("unsafe-shocking", ("coffee", "cat", "rocket"), 36, parquet(captioned, **TEXT, category="violence")),
-    Source("unsafebench", EVERY_KIND, 63, parquet(judged, **TEXT, category_column="category", keep=["safety_label", "category"])),
-    Source("t2i-safety", UNSAFE, 42, lines),
+    Source("unsafe-violence", ("coffee", "temple"), 30, parquet(captioned, **CAPTIONED)),
+    Source("unsafe-shocking", ("coffee", "cat", "rocket"), 36, parquet(captioned, **CAPTIONED)),
+    Source("unsafebench", EVERY_KIND, 63, parquet(judged, **BENCH)),
+    Source("t2i-safety", ("cat", "coffee", "flowers"), 42, lines),
     Source("benign-photographs", SAFE_KINDS, 40, table),
-)  # fmt: skip
+)
 """The seven sources of the paper's table by name, and a benign one."""
 
 
@@ -289,9 +298,10 @@ def write_prompts(folder: Path, draw: np.random.Generator) -> None:
     for kind, category in HARMS.items():
         for i, text in enumerate(wordings(kind, "asked for", draw)[:80]):
             harmful.append((text, category, i, "7.5", "512", "512"))
-    write_table(place / "harmful.csv", ("prompt", "categories", "sd_seed", "sd_guidance_scale", "sd_image_width", "sd_image_height"), harmful)  # fmt: skip
-    benign = [(text, i) for kind in SAFE_KINDS for i, text in enumerate(wordings(kind, "of a calm scene", draw)[:16])]
-    write_table(place / "benign.csv", ("caption", "image_id"), [(t, n) for n, (t, _) in enumerate(benign)])
+    i2p = ("prompt", "categories", "sd_seed", "sd_guidance_scale", "sd_image_width", "sd_image_height")
+    write_table(place / "harmful.csv", i2p, harmful)
+    benign = [text for kind in SAFE_KINDS for text in wordings(kind, "of a calm scene", draw)[:16]]
+    write_table(place / "benign.csv", ("caption", "image_id"), [(text, n) for n, text in enumerate(benign)])
     write_text(place / "words.txt", "cloud\nriver\nlantern\nmeadow\nfeather\nbottle\nhill\nsnow\nglass\nleaf\n")
     testbed = {
         "name": "rehearsal",

@@ -88,16 +88,19 @@ def calm_checker() -> Any:
 
 
 def sd(inpaints: bool = False) -> Any:
-    """SD 1.5, or its inpainting model."""
-    from diffusers import PNDMScheduler, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+    """SD 1.5, or its inpainting model, which is published with another sampler."""
+    from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionInpaintPipeline, StableDiffusionPipeline
     from transformers import CLIPImageProcessorPil
 
+    sampler: Any = PNDMScheduler(**noise_schedule(), skip_prk_steps=True, set_alpha_to_one=False)
+    if inpaints:
+        sampler = DDIMScheduler(**noise_schedule(), clip_sample=False, set_alpha_to_one=False)
     return (StableDiffusionInpaintPipeline if inpaints else StableDiffusionPipeline)(
         vae=autoencoder(4, scaling_factor=0.18215),
         text_encoder=small.clip_text(),
         tokenizer=small.clip_tokenizer(),
         unet=sd_unet(9 if inpaints else 4),
-        scheduler=PNDMScheduler(**noise_schedule(), skip_prk_steps=True, set_alpha_to_one=False),
+        scheduler=sampler,
         safety_checker=calm_checker(),
         feature_extractor=CLIPImageProcessorPil(),
         requires_safety_checker=True,

@@ -18,7 +18,8 @@ from guardpaint.testing import small
 IMAGE, START, STOP, PAD = "<image>", "<|start|>", "<|stop|>", "<|pad|>"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + ' ' }}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}{{ '%s' }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}{{ '<|stop|>' }}{% endfor %}"
+    "{% if c['type'] == 'image' %}{{ '%s' }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}{{ '<|stop|>' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant ' }}{% endif %}"
 )
 
