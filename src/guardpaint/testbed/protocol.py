@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from guardpaint.errors import MissingCapability
 
 if TYPE_CHECKING:
+    from guardpaint.config import GuardConfig
     import numpy as np
     from jaxtyping import Bool, Float, UInt8
     from PIL import Image
@@ -238,10 +239,18 @@ class AuditorLessons(Protocol):
 class InpainterLessons(Protocol):
     """pairs of its own pictures to train an inpainter on"""
 
-    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
+    def make_pairs(
+        self,
+        out: Path,
+        split: str,
+        unsafe: int,
+        safe: int,
+        auditor: Auditor | None = None,
+        config: GuardConfig | None = None,
+    ) -> int:
         """Write pairs of unsafe pictures and their safe versions, and return how many are new.
 
-        The masks are the auditor's if one is given, and the true ones otherwise.
+        The masks are the auditor's if one is given, by the mask settings of `config`, and the true ones otherwise.
         """
         ...
 
