@@ -83,7 +83,10 @@ def test_with_it_each_command_does_its_work(tmp_path, monkeypatch):
     assert made.output.strip().endswith("views.pt")
     counts = {"renoised": 3, "redrawn": 2, "trajectories": 1}
     assert world.asked.pop() == ("tiny-sd", "test", counts, "AutoencoderTiny", "AuditorScorer")
-    for options, kind in ((["--auditor", str(tmp_path / "auditor")], "AuditorScorer"), (["--masks", "truth"], "NoneType")):
+    for options, kind in (
+        (["--auditor", str(tmp_path / "auditor")], "AuditorScorer"),
+        (["--masks", "truth"], "NoneType"),
+    ):
         made = run(app, ["pairs", str(tmp_path), "--count", "4", "--safe", "1", *options], catch_exceptions=False)
         assert "7 new pairs" in made.output and world.asked.pop() == ("train", 4, 1, kind)
     made = run(app, ["ingest", str(manifest(tmp_path)), "--out", str(tmp_path / "c")], catch_exceptions=False)

@@ -89,7 +89,7 @@ def test_one_batch_of_eight_has_the_cap_of_four_parts_of_two(parts):
     seen = []
     for gain, desired in chunks:
         L.batch_means(gain, gain, desired, lambda sums: seen.append(sums) or sums)
-    means = L.batch_means(*((GAINS[:2],) * 2), KINDS[:2], lambda _: sum(seen))
+    means = L.batch_means(GAINS[:2], GAINS[:2], KINDS[:2], lambda _: sum(seen))
     assert means.unsafe.item() == pytest.approx(-0.1125) and means.safe.item() == pytest.approx(0.2)
     assert means.identity.item() == pytest.approx(GAINS.mean().item())
     capped = torch.cat([L.capped(gain, desired, means.unsafe) for gain, desired in chunks])

@@ -89,7 +89,10 @@ def test_masks_are_the_embedded_auditors_unless_the_truth_is_asked_for(tmp_path)
     assert result.exit_code == 0, result.output
     used = [p for p in pairs.PairStore(tmp_path).rows() if p.approved]
     assert len(used) >= 6 and {p.mask_from for p in used} == {"auditor"}
-    for options, message in ((["--masks", "mine"], "choose auditor or truth"), (["--masks", "truth", "--auditor", "x"], "takes no")):
+    for options, message in (
+        (["--masks", "mine"], "choose auditor or truth"),
+        (["--masks", "truth", "--auditor", "x"], "takes no"),
+    ):
         error = CliRunner().invoke(app, ["pairs", str(tmp_path), *options]).exception
         assert isinstance(error, BadInput) and message in str(error)
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from guardpaint.errors import MissingCapability
 
 if TYPE_CHECKING:
-    from guardpaint.config import GuardConfig
     import numpy as np
     from jaxtyping import Bool, Float, UInt8
     from PIL import Image
 
     from guardpaint.audit.model import AuditorScorer
     from guardpaint.bases import Base, BaseOptions
+    from guardpaint.config import GuardConfig
     from guardpaint.data.judges import Judge
     from guardpaint.data.lessons import Lessons, LessonSettings
     from guardpaint.data.views import Shelf, Views
