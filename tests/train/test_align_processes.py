@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import small_inpainter
 from pictures import small_pairs
-from processes import GAINS
+from processes import GAINS, trained
 
 from guardpaint.data.pairs import PairStore
 from guardpaint.draft.loading import load_pipeline
@@ -41,6 +41,23 @@ def test_two_processes_have_the_means_and_the_cap_of_the_whole_batch(tmp_path):
         assert found["identity"] == pytest.approx(float(GAINS.abs().mean()))
 
 
+LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+          "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+
+
+def test_losses_in_parts_leave_two_processes_with_one_model(tmp_path):
+    """Every part's gradient is averaged: both have the weights that one process gets from whole batches."""
+    words = [sys.executable, *LAUNCH, TESTS / "processes.py", "fit", tmp_path]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (count, first), (_, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    whole = trained(tmp_path / "one", 1).state_dict()
+    assert count == 2
+    for name, value in whole.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", "bco"])
 def test_a_run_under_accelerate(tmp_path, method):
@@ -55,10 +72,8 @@ def test_a_run_under_accelerate(tmp_path, method):
     config = {"model": {"method": method, "rank": 2, "unroll_every": 1}, "train": train}
     (tmp_path / "c.yaml").write_text(json.dumps(config))
     out = tmp_path / "run"
-    words = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-             "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "guardpaint.cli", "train", "stage", method,
-             "--config", tmp_path / "c.yaml", "--out", out, "--set", f"inpainter={tmp_path / 'inpainter'}",
-             "--set", f"pairs={tmp_path / 'pairs'}"]  # fmt: skip
+    words = [*LAUNCH, "-m", "guardpaint.cli", "train", "stage", method, "--config", tmp_path / "c.yaml", "--out", out,
+             "--set", f"inpainter={tmp_path / 'inpainter'}", "--set", f"pairs={tmp_path / 'pairs'}"]  # fmt: skip
     for more in (["--minutes", "0"], []):
         done = subprocess.run(
             [sys.executable, *words, *more], env=environment(), capture_output=True, text=True, timeout=400

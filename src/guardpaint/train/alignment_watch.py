@@ -267,7 +267,7 @@ class AlignmentWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Measurements, alarms, and the reference's first estimates, for a checkpoint."""
-        return {"history": [vars(now) for now in self.history], "faults": self.faults, "first": self.first}
+        return {"history": [vars(now) for now in self.history], "faults": list(self.faults), "first": self.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the state of a checkpoint; measurements that were made after it are forgotten."""

@@ -229,7 +229,8 @@ def fit(
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(derive(config.seed, "dropout", index))
                     batch = moved(batches(index), accelerator.device)
-                    for part in parts(losses(model, batch), accelerator.autocast):
+                    found = losses(model, batch)
+                    for part in parts(found, accelerator.autocast):
                         if not torch.isfinite(part["loss"]):
                             raise FloatingPointError(
                                 f"loss is {part['loss'].item()} at step {step}; the last checkpoint is intact, "
@@ -239,6 +240,8 @@ def fit(
                         for name, value in part.items():
                             values[name] = values.get(name, 0.0) + float(value.detach()) / config.accumulate
                         del part
+            if not isinstance(found, dict):
+                average_gradients(accelerator, trained)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.clip)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -274,6 +277,13 @@ def fit(
     final: nn.Module = accelerator.unwrap_model(model)
     load_weights(final, best.weights(out) if best.step else ema.shadow)
     return final.eval()
+
+
+def average_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -> None:
+    """Average gradients over processes: the data-parallel wrapper does so only after the first part of a loss."""
+    if accelerator.num_processes > 1:
+        for p in trained:
+            p.grad = accelerator.reduce(torch.zeros_like(p) if p.grad is None else p.grad, "mean")
 
 
 def parts(values: Values | Iterator[Values], autocast: Callable[[], Any]) -> Iterator[Values]:
