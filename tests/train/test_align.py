@@ -322,7 +322,7 @@ def test_a_step_is_the_same_in_one_part_and_in_four(data, options):
         for part in model(a_batch(data, model)):
             part["loss"].backward()
             for name, value in part.items():
-                values[name] = values.get(name, 0.0) + float(value)
+                values[name] = values.get(name, 0.0) + float(value.detach())
         gradient = torch.cat([p.grad.flatten() for p in model.unet.parameters() if p.grad is not None])
         seen.append((values, gradient, float(model.delta)))
     (one, slope, delta), (four, slopes, deltas) = seen
@@ -439,7 +439,7 @@ def test_a_held_out_set_that_was_trained_on_is_called_contamination(data, home, 
         data[1], data[2], model.config, POLICY.names, tmp_path, leaked(data[1], data[1])
     )
     assert look(model)["leaked"] == 1.0
-    assert look.alarms() == ["reference_contamination"]
+    assert "reference_contamination" in look.alarms() and "reference_drift" not in look.alarms()
     assert "100% of the held-out pairs are in the training set" in (tmp_path / "watch.csv").read_text()
 
 
