@@ -296,13 +296,30 @@ def corpus_views(
         )
 
 
+def mask_maker(auditor: Path | None) -> tuple[Any, Any]:
+    """The auditor in a folder with the default mask settings, or the embedded guard's auditor with that guard's."""
+    if auditor is not None:
+        from guardpaint.audit.model import AuditorScorer
+
+        return AuditorScorer.from_pretrained(auditor), None
+    from guardpaint.guard import GuardPaint
+
+    guard = GuardPaint.embedded()
+    return guard.parts.auditor, guard.config
+
+
 @app.command()
 def pairs(
     out: Annotated[Path, typer.Argument(help="Folder for the pairs; run again to resume.")],
     split: Annotated[str, typer.Option(help="With a testbed: train, validation or test.")] = "train",
     count: Annotated[int, typer.Option(min=2, help="With a testbed: unsafe pictures, equally many per harm.")] = 2000,
     safe: Annotated[int, typer.Option(min=0, help="With a testbed: safe pictures in addition.")] = 1000,
-    auditor: Annotated[Path | None, typer.Option(help="Auditor that makes the masks; default: the true masks.")] = None,
+    masks: Annotated[
+        str, typer.Option(help="auditor, or with a testbed truth: the true masks, to compare with.")
+    ] = "auditor",
+    auditor: Annotated[
+        Path | None, typer.Option(help="Auditor that makes the masks; with a testbed, default: the embedded guard's.")
+    ] = None,
     corpus: Annotated[Path | None, typer.Option(help="Labelled corpus to use instead of a testbed.")] = None,
     inpainter: Annotated[Path | None, typer.Option(help="With a corpus: pipeline that paints the targets.")] = None,
     rewriter: Annotated[
@@ -316,10 +333,14 @@ def pairs(
     from guardpaint.errors import BadInput
     from guardpaint.testbed import InpainterLessons, need, open_testbed
 
+    if masks not in ("auditor", "truth"):
+        raise BadInput(f"masks={masks!r}: choose auditor or truth")
+    if masks == "truth" and (corpus is not None or auditor is not None):
+        raise BadInput("--masks truth needs a testbed, which knows the true masks, and takes no --auditor")
     if corpus is None:
         lessons = need(open_testbed(testbed), InpainterLessons, "data pairs without --corpus")
-        masks = AuditorScorer.from_pretrained(auditor) if auditor else None
-        typer.echo(f"{lessons.make_pairs(out, split, count, safe, masks)} new pairs in {out}")
+        judge, config = (None, None) if masks == "truth" else mask_maker(auditor)
+        typer.echo(f"{lessons.make_pairs(out, split, count, safe, judge, config)} new pairs in {out}")
         return
     from guardpaint.data.pairs import from_labelled
 
