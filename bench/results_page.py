@@ -261,13 +261,32 @@ def service() -> list[str]:
 
 
 def seam() -> list[str]:
-    return metric_table(
-        metrics_of("seam"),
-        {
-            "seam.rank_correlation.backbone": "rank correlation with LPIPS: auditor features, random weights",
-            "seam.rank_correlation.pixels": "rank correlation with LPIPS: plain colour distance",
-        },
-    )
+    """Rank correlations with LPIPS-VGG, on composites of photographs and of dolls."""
+    rows = {
+        "lpips_alex": "LPIPS-Alex",
+        "backbone": "features of the embedded auditor",
+        "backbone_random": "features of a random-initialised auditor",
+        "pixels": "plain colour distance",
+    }
+    columns = {"seam.rank_correlation.*": "photographs", "seam.rank_correlation.*.dolls": "paper dolls"}
+    return grid(metrics_of("seam"), rows, columns)
+
+
+def recipe() -> list[str]:
+    """What was measured of the paper's parts while the recipe was rehearsed; only what the file has."""
+    metrics = metrics_of("recipe")
+    names = {
+        "seam.spearman_trained": "rank correlation of the trained auditor's seam metric with LPIPS-VGG, photographs",
+        "nulltext.per_step_over_single": "null-text: error inside the mask, an embedding per step over a single one",
+        "nulltext.psnr_outside_gain": "the same: dB gained outside the mask",
+        "nulltext.seconds_ratio": "the same: time of the steps from the repair on",
+    }
+    return metric_table(metrics, {key: meaning for key, meaning in names.items() if key in metrics})
+
+
+def gtp() -> list[str]:
+    """The paper's table of the tournament policy, as `eval gtp` wrote it."""
+    return (ROOT / "docs/results/gtp.md").read_text().splitlines()
 
 
 def day_one() -> list[str]:
@@ -338,7 +357,9 @@ SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
     ("Service", ("serve",), service, "Mixed requests under load; see [serve.md](serve.md)."),
     ("Under attack", ("redteam",), red_team, "Attempts, fuzzing and a soak; see [serve.md](serve.md#under-attack)."),
     ("Guards without training", ("dayone",), day_one, "Public parts on harmless pictures; see [parts.md](parts.md)."),
-    ("Seam metrics", ("seam",), seam, ""),
+    ("Seam metrics", ("seam",), seam, "Rank correlation with LPIPS-VGG over composites; see [method.md](method.md)."),
+    ("Tournament policy", ("gtp",), gtp, "The paper's table, end to end: with the proposer and with random knobs."),
+    ("The paper's parts", ("recipe",), recipe, ""),
 ]  # fmt: skip
 """Title, results files, table, a line of introduction."""
 

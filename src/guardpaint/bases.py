@@ -183,25 +183,33 @@ EMBEDDED_ONLY = (
 
 
 def load_guard(
-    name: str | None, policy: Path | None, warn: Callable[[str], None], base: str | None = None, **config: Any
+    name: str | None,
+    policy: Path | None,
+    warn: Callable[[str], None],
+    base: str | None = None,
+    seam: str | None = None,
+    **config: Any,
 ) -> GuardPaint:
     """A guard from a folder or the hub, the embedded one (no name), or a random-initialised one (`tiny`).
 
-    The embedded guard is refused on a base that it was not trained for.
+    The embedded guard is refused on a base that it was not trained for. `seam` names another seam metric for it.
     """
     from guardpaint.guard import GuardPaint
     from guardpaint.policy import Policy
+    from guardpaint.verify.seam import open_seam
 
     if name == "tiny":
         from guardpaint.testing import small
 
         warn(UNTRAINED)
         guard = small.guard(**config)
+        if seam is not None:
+            guard.parts = replace(guard.parts, seam=open_seam(seam, guard.parts.auditor))
         return guard if policy is None else guard.configured(policy=Policy.load(policy))
     if name is not None:
-        return GuardPaint.from_pretrained(name, policy=policy, **config)
+        return GuardPaint.from_pretrained(name, policy=policy, seam=seam, **config)
     if base is None:
         warn(EMBEDDED_ONLY)
     elif base not in named_bases() and not base.startswith(SMALL):
         raise BadInput(f"base {base!r}: not one of {known_names()}; any other needs --guard, {EMBEDDED_ONLY}")
-    return GuardPaint.embedded(policy=policy, **config)
+    return GuardPaint.embedded(policy=policy, seam=seam, **config)

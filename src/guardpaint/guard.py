@@ -16,7 +16,6 @@ import yaml
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.audit.model import AuditorScorer
 from guardpaint.config import GuardConfig
 from guardpaint.doors.attach import attach
 from guardpaint.doors.calls import finished_output
@@ -33,7 +32,7 @@ from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.parts import presets
-from guardpaint.parts.checks import check_categories, check_scores
+from guardpaint.parts.checks import check_categories, check_scores, other_gate
 from guardpaint.parts.folder import early_exits, load_readouts, read_settings
 from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.parts.sharing import Hub, push
@@ -47,8 +46,9 @@ from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import Access, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.verify.lpips import LpipsAlex
 from guardpaint.verify.parts import Parts
-from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
+from guardpaint.verify.seam import BackboneSeam, open_seam, own_seam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 
 REMEMBERED = 256
@@ -89,14 +89,12 @@ class GuardPaint:
     ) -> None:
         policy = policy or Policy.default()
         check_categories(auditor, approver, policy)
-        if seam is None:
-            seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
         config = config or GuardConfig()
         if config.keep and ranker is None:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
         proposer = proposer or UniformProposer()
         check_scores(auditor, proposer, ranker)
-        self.parts = Parts(auditor, repairer, proposer, seam, policy, config, ranker, approver)
+        self.parts = Parts(auditor, repairer, proposer, seam or LpipsAlex.load(), policy, config, ranker, approver)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
             raise BadConfig(
@@ -375,8 +373,10 @@ class GuardPaint:
     def chosen_parts(self) -> dict[str, Any]:
         """The parts by role, without those that a guard has by itself."""
         found = {role: getattr(self.parts, role) for role in ROLES}
-        own_seam = isinstance(self.parts.seam, BackboneSeam) and self.parts.seam.auditor is self.parts.auditor
-        return {role: part for role, part in found.items() if part is not None and not (role == "seam" and own_seam)}
+        seam = self.parts.seam
+        if isinstance(seam, BackboneSeam) and seam.auditor is self.parts.auditor:
+            del found["seam"]
+        return {role: part for role, part in found.items() if part is not None}
 
     @classmethod
     def embedded(cls, **changes: Any) -> GuardPaint:
@@ -391,7 +391,7 @@ class GuardPaint:
         device: str | torch.device | None = None,
         policy: Policy | str | Path | None = None,
         token: str | None = None,
-        seam: SeamMetric | None = None,
+        seam: SeamMetric | str | None = None,
         decoders: dict[str, Any] | None = None,
         audit_log: RecordWriter | None = None,
         **changes: Any,
@@ -402,11 +402,12 @@ class GuardPaint:
         """
         chosen = presets.preset(name)
         if chosen.name == "dolls":
-            guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
+            guard = cls.embedded(policy=policy, seam=seam, audit_log=audit_log, **changes)
             return guard if device is None else guard.to(device)
         if not isinstance(policy, Policy):
             policy = presets.policy_of(chosen) if policy is None else Policy.load(policy)
-        parts = presets.parts_of(chosen, policy, token) | ({} if seam is None else {"seam": seam})
+        parts = presets.parts_of(chosen, policy, token)
+        parts["seam"] = open_seam(seam, parts["auditor"]) if isinstance(seam, str) else seam
         config = GuardConfig.from_dict({**chosen.config, **changes})
         for weak in weak_settings(policy, config):
             warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
@@ -421,7 +422,7 @@ class GuardPaint:
         path_or_repo: str | Path,
         *,
         policy: Policy | str | Path | None = None,
-        lpips: str | Path | None = None,
+        seam: SeamMetric | str | None = None,
         audit_log: RecordWriter | None = None,
         revision: str | None = None,
         token: str | None = None,
@@ -429,10 +430,11 @@ class GuardPaint:
     ) -> GuardPaint:
         """Load a guard from a directory, from the hub as `hub:owner/name`, or a preset as `preset:name`.
 
-        `changes` override its GuardConfig. Missing parts raise. Every setting that opens a door is warned of.
+        `changes` override its GuardConfig. `seam` replaces its seam metric: one, or a name as in `open_seam`; a guard
+        whose manifest names none takes its auditor's backbone. Missing parts raise. Every setting that opens a door is
+        warned of.
         """
         if str(path_or_repo).startswith(presets.PRESET):
-            seam = None if lpips is None else LpipsVGG.from_file(lpips)
             name = str(path_or_repo)
             return cls.from_preset(name, policy=policy, token=token, seam=seam, audit_log=audit_log, **changes)
         directory = resolve(path_or_repo, access=Access(revision, token))
@@ -450,6 +452,8 @@ class GuardPaint:
         auditor, calibration = parts["auditor"], config.calibration
         if calibration is not None and calibration.auditor not in ("", auditor.digest()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
-        if lpips is not None:
-            parts["seam"] = LpipsVGG.from_file(lpips)
+        if (other := other_gate(parts["proposer"], config)) is not None:
+            warnings.warn(f"{directory}: {other}", stacklevel=2)
+        if seam is not None or "seam" not in parts:
+            parts["seam"] = open_seam(seam, auditor) if isinstance(seam, str) else seam or own_seam(auditor)
         return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)

@@ -24,6 +24,7 @@ from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentView, View
 from guardpaint.errors import BadInput, GuardTimeout, NotFinite
 from guardpaint.loop import glance as glances
+from guardpaint.loop.null_text import NullText
 from guardpaint.loop.recorder import Recorder
 from guardpaint.loop.step import StepContext, reinsert_repair, run_step
 from guardpaint.reinsert.apply import Reinserted
@@ -104,8 +105,8 @@ class CallState:
     calls: list[DenoiserCall] = field(default_factory=list)
     """The denoiser calls of the current step."""
     holds: dict[int, Hold] = field(default_factory=dict)
-    nulls: dict[int, Tensor] = field(default_factory=dict)
-    """Optimised unconditional embeddings, by image."""
+    nulls: dict[int, NullText] = field(default_factory=dict)
+    """What null-text does in the remaining steps, by image."""
     index: int = 0
     """Number of executed steps."""
     audited: set[int] = field(default_factory=set)
@@ -133,12 +134,13 @@ class GuardedCall:
     def before_call(self, call: DenoiserCall) -> DenoiserCall:
         """Record the call, with optimised null-text embeddings in the rows of images that have one."""
         state = self.state
+        further = state.calls[1:] if state.stepped else []
         if state.stepped:
             state.calls, state.stepped = [], False
         if state.nulls and call.sample.shape[0] == 2 * len(state.images):
             states = call.kwargs["encoder_hidden_states"].clone()
-            for image, embedding in state.nulls.items():
-                states[image] = embedding[0].to(states)
+            for image, null in state.nulls.items():
+                states[image] = self.embedding(image, null, (call, *further))[0].to(states)
             call = replace(call, kwargs={**call.kwargs, "encoder_hidden_states": states})
         state.calls.append(call)
         return call
@@ -280,7 +282,7 @@ class GuardedCall:
                 weight = torch.maximum(weight, state.holds[i].weight)
             state.holds[i] = Hold(self.packed(edit.z0), weight)
         if reinserted.embedding is not None:
-            state.nulls[i] = reinserted.embedding
+            state.nulls[i] = NullText(edit, reinserted.embedding, draft.step + 1, reinserted.every_step)
         if reinserted.edits_history:
             z0, mask, eps = self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
             self.levels.edit_history(draft.step, i, z0, mask, eps)
@@ -300,6 +302,22 @@ class GuardedCall:
             context.writer.note(
                 "the held repair was flagged again: the hold is released and the region repaired once more"
             )
+
+    def embedding(self, image: int, null: NullText, calls: Sequence[DenoiserCall]) -> Tensor:
+        """The image's unconditional embedding for the current step, optimised now if it needs one of its own.
+
+        `calls` are those of this step; the ones that are still to come are taken from the step before.
+        """
+        step = self.state.index
+        if null.every_step and null.step != step:
+            start = time.perf_counter()
+            try:
+                base = replace(self.base(image), calls=tuple(calls))
+                null.optimise(step, calls[0].sample[image], self.levels.at(step), base)
+                self.state.images[image].recorder.spend(time.perf_counter() - start)
+            except Exception as error:
+                self.fail(error, [image])
+        return null.embedding
 
     # Inputs of the stages --------------------------------------------------------------------------
 

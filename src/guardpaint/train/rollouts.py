@@ -249,6 +249,7 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
     began = time.perf_counter()
     result = tournament.play(knobs, proposer.name)
     seconds = time.perf_counter() - began
+    config = parts.config
     early = tournament.early(knobs)[0] if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
     seen = tournament.state
     row: dict[str, Any] = {
@@ -266,6 +267,9 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
         "channels": int(seen.latent.shape[0]),
         "control_S": result.record.control["S"],
         "control_F": result.record.control["F"],
+        "f_gate": config.f_gate,
+        "f_drop": config.f_drop,
+        "p_gate": config.p_gate,
         "null_change": null_change(tournament),
         "seconds": seconds,
         "winner": -1 if result.record.winner is None else result.record.winner,
