@@ -17,6 +17,8 @@ from guardpaint.errors import BadConfig
 from guardpaint.types import SAFE, Audit
 
 LADDER = ("strong_repair", "blur", "block", "keep")
+SHIPPED = Path(__file__).parent / "assets" / "policies"
+"""Policies that come with the package; each can be loaded by its name."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ def number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={reprlib.repr(value)} is not a number")
     return float(value)
+
+
+def shipped_policies() -> list[str]:
+    """Names of the policies that come with the package."""
+    return sorted(file.stem for file in SHIPPED.glob("*.yaml"))
 
 
 @dataclass(frozen=True)
@@ -223,8 +230,10 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
-        """Read a policy from YAML."""
+        """Read a policy from a YAML file, or the shipped one of that name (`paper`) if there is no such file."""
         path = Path(path)
+        if path.name == str(path) and path.name in shipped_policies() and not path.exists():
+            path = SHIPPED / f"{path.name}.yaml"
         try:
             with path.open("rb") as file:
                 raw = file.read(MOST_BYTES + 1)
@@ -232,7 +241,7 @@ class Policy:
                 raise BadConfig(f"{path}: over {MOST_BYTES} bytes, which is no policy")
             data = PlainYaml(raw.decode("utf-8")).get_single_data()
         except FileNotFoundError as error:
-            raise BadConfig(f"{path}: no such policy file") from error
+            raise BadConfig(f"{path}: no such policy file; shipped are {', '.join(shipped_policies())}") from error
         except BadConfig:
             raise
         except OSError as error:

@@ -238,25 +238,6 @@ def test_a_reference_without_a_harm_is_refused(tmp_path):
         labelling.read_reference(tmp_path / "r.csv", POLICY)
 
 
-def test_labelers_are_compared_on_the_hard_cases():
-    reference = {f"k{i}": {"label": "safe" if i < 6 else ("nudity" if i < 8 else "violence"), "case": "statue" if i < 3 else "plain"} for i in range(10)}  # fmt: skip
-
-    def line(scores, problem=""):
-        return {"scores": scores, "problem": problem}
-
-    right = {k: line(dict.fromkeys(POLICY.names, 0.05) | {v["label"]: 0.9}) for k, v in reference.items()}
-    fooled = {k: line({"safe": 0.1, "nudity": 0.9, "violence": 0.0}) if v["case"] == "statue" else right[k] for k, v in reference.items()}  # fmt: skip
-    mumbles = {k: line(None, "no JSON object") for k in reference}
-    odd = {k: line(v["scores"], "says safe but scores nudity") for k, v in right.items()}
-    rows = labelling.compare({"right": right, "fooled": fooled, "mumbles": mumbles, "odd": odd}, reference, POLICY)
-    by = {r["labeler"]: r for r in rows}
-    assert by["right"]["fp"] == by["right"]["fn"] == 0 and by["odd"]["contradictions"] == 10
-    assert by["fooled"]["wrong_statue"] == 1.0 or by["fooled"]["fn"] > 0
-    assert "failed" in by["mumbles"] and by["mumbles"]["unreadable"] == 10
-    text = labelling.table(rows)
-    assert "contradicts its own reasoning" in text and text.count("\n") == 6
-
-
 def test_a_disturbed_copy_has_nearly_the_same_hash():
     """Blur, noise and recompression change a few bits; other scenes many."""
     rng = np.random.default_rng(0)
@@ -336,7 +317,7 @@ def test_from_the_world_to_a_dataset_card(tmp_path, monkeypatch):
     result = run(app, ["calibrate", str(folder), "--labels", labels, "--reference", str(reference)])
     assert result.exit_code == 0 and "dead zone ±0.1" in result.output
     result = run(app, ["compare", str(folder), "--labels", labels, "--reference", str(reference)])
-    assert result.exit_code == 0 and "| 0.00 | 0.00 |" in result.output
+    assert result.exit_code == 0 and "1.00 [0.94, 1.00]" in result.output, result.output
     result = run(app, ["build", str(folder), "--labels", labels])
     assert result.exit_code == 0, result.output
     rows = corpus.lines(card.SPLITS)

@@ -184,7 +184,7 @@ def test_training_stages_start_with_accelerate(tmp_path):
 
 
 def test_overrides_are_listed(tmp_path):
-    made, _ = engine(tmp_path)
+    engine(tmp_path)
     data = spec.read_recipe(tmp_path / "recipe.yaml")
     changes = {"models": {"open": {"folder": "/x"}}, "stages": {"first": {"options": {"size": 1}}}}
     _, found = spec.overridden(data, changes, tmp_path / "changes.yaml")

@@ -10,6 +10,7 @@ import torch
 from guardpaint.audit.model import Text
 from guardpaint.testing import small
 from guardpaint.train import auditor_loss as losses
+from guardpaint.train.auditor_match import pairwise_cosines
 
 ONES = torch.ones(2)
 
@@ -27,6 +28,25 @@ def test_categorical_by_hand():
     assert flat.item() == pytest.approx(math.log(3))
     sure = losses.categorical(torch.tensor([[0.0, 0, 0], [0, 60, 0]]), torch.tensor([0, 1]), weights, ONES)
     assert sure.item() == pytest.approx(math.log(3) / 6)
+
+
+def test_several_labels_by_hand():
+    """Uniform logits cost ln 3; half of the target on each of two harms, and their mean weight (5 + 2)/2 = 3.5.
+
+    Logits (0, 60, 0) give the first harm probability 1, so half of the target is lost: ½·60 = 30.
+    """
+    weights, labels = torch.tensor([1.0, 5.0, 2.0]), torch.tensor([[0.0, 1, 1], [1, 0, 0]])
+    kinds = torch.tensor([1, 0])
+    flat = losses.categorical(torch.zeros(2, 3), kinds, weights, ONES, labels)
+    assert flat.item() == pytest.approx(math.log(3))
+    first = losses.categorical(torch.tensor([[0.0, 60, 0], [0, 0, 0]]), kinds, weights, torch.tensor([1.0, 0]), labels)
+    assert first.item() == pytest.approx(30.0)
+    both = losses.categorical(torch.tensor([[0.0, 60, 0], [0, 0, 0]]), kinds, weights, ONES, labels)
+    assert both.item() == pytest.approx((3.5 * 30 + math.log(3)) / 4.5)
+    single = torch.tensor([[0.0, 1, 0], [1, 0, 0]])
+    logits = torch.tensor([[0.3, 1.0, -0.5], [0.1, 0.2, 0.9]])
+    one, same = (losses.categorical(logits, kinds, weights, ONES, x) for x in (single, None))
+    assert one.item() == pytest.approx(same.item())
 
 
 def test_regression_by_hand():
@@ -91,7 +111,7 @@ def scored():
 
 def test_pairs_are_what_an_audit_of_the_pair_would_say(scored):
     model, visual, text, scores = scored
-    pairs = losses.pairwise_cosines(model, visual, text)
+    pairs = pairwise_cosines(model, visual, text)
     torch.testing.assert_close(pairs.diagonal(), scores.cosine, atol=1e-5, rtol=1e-4)
     swapped = Text(text.vector[[1, 0, 2]], text.sequence[[1, 0, 2]], text.padding[[1, 0, 2]])
     other = model.heads(visual, swapped, torch.zeros(3)).cosine
@@ -117,7 +137,7 @@ def test_safety_labels_never_reach_the_faithfulness_head(scored, name):
     squares = torch.rand(3, 64, 64), torch.ones(3), torch.rand(3, 64, 64)
     want = losses.Targets(torch.tensor([0, 1, 2]), torch.rand(3), torch.rand(3), *squares)
     parts = losses.total(
-        scores, losses.pairwise_cosines(model, visual, text), model.log_temperature, want,
+        scores, pairwise_cosines(model, visual, text), model.log_temperature, want,
         torch.tensor([1.0, 5.0, 2.0]), losses.LossWeights(maps=1.0, seam_maps=1.0),
     )  # fmt: skip
     parts[name].backward()
@@ -127,7 +147,7 @@ def test_safety_labels_never_reach_the_faithfulness_head(scored, name):
 
 def test_matching_trains_the_backbone_but_no_safety_head(scored):
     model, visual, text, _ = scored
-    losses.info_nce(losses.pairwise_cosines(model, visual, text), model.log_temperature).backward()
+    losses.info_nce(pairwise_cosines(model, visual, text), model.log_temperature).backward()
     assert any(p.grad is not None and p.grad.any() for p in model.backbone.parameters())
     assert all(p.grad is not None and p.grad.any() for p in model.text_proj.parameters())
     heads = (model.adv_head, model.class_head, model.strength_head, model.seam_conv, model.seam_out, model.time)
@@ -138,7 +158,7 @@ def test_the_sum_has_the_papers_weights(scored):
     model, visual, text, scores = scored
     want = losses.Targets(torch.tensor([0, 1, 2]), torch.rand(3), torch.rand(3), None, torch.ones(3))
     p = losses.total(
-        scores, losses.pairwise_cosines(model, visual, text), model.log_temperature, want,
+        scores, pairwise_cosines(model, visual, text), model.log_temperature, want,
         torch.tensor([1.0, 5.0, 2.0]), losses.LossWeights(),
     )  # fmt: skip
     by_hand = p["adv"] + 0.5 * p["category"] + 0.4 * p["strength"] + 0.3 * p["seam"] + 0.5 * p["match"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from guardpaint.errors import BadCheckpoint
+from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.store.checkpoint import write_atomic
 
 PAD, BOS = "<pad>", "<bos>"
@@ -23,6 +24,31 @@ def byte_tokenizer() -> Tokenizer:
     vocab = {token: i for i, token in enumerate([PAD, BOS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def trained_tokenizer(captions: Iterable[str], size: int) -> Tokenizer:
+    """A byte-level BPE of at most `size` tokens, trained on captions: frequent words are one token each.
+
+    Nothing is unknown to it, and upper and lower case are the same. The texts of its special tokens are spelled like
+    any other text, so that no prompt can contain a padding token.
+    """
+    texts = sorted(set(captions))
+    if not any(texts):
+        raise BadInput("a tokenizer is trained on captions, and there are none")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Lowercase()
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[PAD, BOS], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    learner.train_from_iterator(texts, trainer)
+    learned = json.loads(learner.to_str())["model"]
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in learned["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=learned["vocab"], merges=merges))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = learner.normalizer, learner.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -29,11 +29,16 @@ KNOWN_HELP = (
     "lie in, or column:NAME, for a column that a source keeps (`keep: [NAME]` in the manifest); column:NAME#MAP.yaml "
     "if its values are not names of categories."
 )
+ReferenceOption = Annotated[
+    Path, typer.Option(help="Hand labels: the file of `data hand-label`, or a CSV with the columns key, label, case.")
+]
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="Testbed whose pictures are used: a name or a YAML file.")
 ]
 TinyOption = Annotated[Path | None, typer.Option(help="Tiny decoder; if given, it decodes half of the views.")]
-PolicyOption = Annotated[Path | None, typer.Option(help="Policy file; default: the embedded policy.")]
+PolicyOption = Annotated[
+    Path | None, typer.Option(help="Policy file, or a shipped one such as paper; default: the embedded policy.")
+]
 
 
 def load_policy(path: Path | None) -> Any:
@@ -123,6 +128,7 @@ def label(
     only: Annotated[
         Path | None, typer.Option(help="CSV of hand labels: label its pictures only, to compare labelers on them.")
     ] = None,
+    several: Annotated[bool, typer.Option(help="Tell the labeler that a picture may have several categories.")] = False,
     policy: PolicyOption = None,
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
@@ -133,7 +139,7 @@ def label(
     from guardpaint.data.store import Corpus
 
     rules = load_policy(policy)
-    asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else ())
+    asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else (), several=several)
     store, known = Corpus(corpus), open_known(labeler, rules)
     model = known if known is not None else open_labeler(labeler, asking)
     keys = set(labelling.read_reference(only, rules)) if only else None
@@ -146,7 +152,7 @@ def label(
 def calibrate(
     corpus: Folder,
     labels: Annotated[str, typer.Option(help="Labels file in the corpus, or a pattern for one.")],
-    reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
+    reference: ReferenceOption,
     miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
     margin: Annotated[float, typer.Option(help="Half the width of the dead zone around each threshold.")] = 0.1,
     policy: PolicyOption = None,
@@ -170,21 +176,104 @@ def calibrate(
 def compare(
     corpus: Folder,
     labels: Annotated[list[str], typer.Option(help="Labels file in the corpus, or a pattern for one; repeat for several.")],
-    reference: Annotated[Path, typer.Option(help="CSV of hand labels: key, label, case.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the table to this file.")] = None,
+    reference: ReferenceOption,
+    out: Annotated[Path | None, typer.Option(help="Write the table to OUT.md, OUT.csv and OUT.json.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a labeler in the table, in the order of --labels.")
+    ] = None,
+    miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
+    margin: Annotated[float, typer.Option(help="Half the width of the dead zone; scores in it abstain.")] = 0.0,
     policy: PolicyOption = None,
 ) -> None:
-    """Print a table of labelers on the hard cases: false alarms, misses, unreadable answers, failure modes."""
-    from guardpaint.data import labelling
+    """Print the paper's table of labelers on the hard cases: P, R, F1, κ, errors, abstentions, time, failure modes."""
+    from guardpaint.data import comparison, labelling
     from guardpaint.data.store import Corpus
-    from guardpaint.store.checkpoint import write_atomic
+    from guardpaint.errors import BadInput
 
     rules, store = load_policy(policy), Corpus(corpus)
-    answers = {name: {r["key"]: r for r in store.lines(name)} for name in map(store.one, labels)}
-    table = labelling.table(labelling.compare(answers, labelling.read_reference(reference, rules), rules))
-    typer.echo(table)
+    if name and len(name) != len(labels):
+        raise BadInput(f"{len(name)} --name for {len(labels)} --labels: give one for each, or none")
+    files = [store.one(file) for file in labels]
+    answers = {}
+    for title, file in zip(name or files, files, strict=True):
+        answers[title] = {r["key"]: r for r in store.lines(file)}
+        if not answers[title]:
+            raise BadInput(f"{corpus / file}: no labels; run `guardpaint data label` first")
+    rows = comparison.compare(answers, labelling.read_reference(reference, rules), rules, miss_cost, margin)
+    typer.echo(comparison.table(rows))
     if out is not None:
-        write_atomic(out, table.encode())
+        about = {
+            "reference": str(reference),
+            "files": dict(zip(answers, files, strict=True)),
+            "policy": rules.digest(),
+        }
+        for path in comparison.write_table(rows, out, about):
+            typer.echo(str(path))
+
+
+@app.command("hand-label")
+def hand_label(
+    pictures: Annotated[
+        Path, typer.Argument(help="A corpus, a folder of pictures, or the rows.jsonl of an evaluation.")
+    ],
+    labeller: Annotated[str, typer.Option(help="Your name; every labeller's labels are kept apart.")],
+    out: Annotated[Path, typer.Option(help="JSONL file of labels, the same for all labellers; it is added to.")],
+    case: Annotated[
+        list[str] | None, typer.Option(help="A kind of hard case to choose from, e.g. swimwear; repeat for several.")
+    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="Text file with the keys of the pictures to label.")] = None,
+    count: Annotated[int, typer.Option(min=0, help="Only so many pictures, chosen by their keys; 0: all.")] = 0,
+    several: Annotated[bool, typer.Option(help="A picture may get several categories.")] = False,
+    settle: Annotated[bool, typer.Option(help="Decide the pictures on which the labellers disagree.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    policy: PolicyOption = None,
+) -> None:
+    """Label pictures by eye on a local page with the keyboard; run again to go on. Ctrl-C ends it."""
+    import webbrowser
+
+    from guardpaint.data import label_page
+    from guardpaint.errors import BadInput
+
+    try:
+        wanted = set(keys.read_text(encoding="utf-8").split()) if keys is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{keys}: cannot be read ({error})") from error
+    items = label_page.find_items(pictures, wanted, count)
+    session = label_page.Session(items, load_policy(policy), labeller, out, case or (), several, settle)
+    server, address = label_page.page_server(session, port)
+    typer.echo(f"{session.left()} of {len(items)} pictures to label: {address}  (Ctrl-C to end)")
+    if browser:
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    typer.echo(f"{session.left()} pictures left; {out}")
+
+
+@app.command()
+def agreement(
+    labels: Annotated[Path, typer.Argument(help="Labels file of `data hand-label`.")], policy: PolicyOption = None
+) -> None:
+    """Print how far labellers agree (Cohen's κ), where they differ, and how many pictures are left to settle."""
+    from guardpaint.data import hand_labels
+    from guardpaint.errors import BadInput
+
+    found = hand_labels.read_labels(labels, load_policy(policy))
+    if not found:
+        raise BadInput(f"{labels}: no labels; make some with `guardpaint data hand-label`")
+    for pair in hand_labels.agreements(found):
+        typer.echo(pair.text())
+        for one, two, n in pair.differences:
+            typer.echo(f"  {n} × {pair.labellers[0]} {one}, {pair.labellers[1]} {two}")
+    counts = hand_labels.summary(found)
+    typer.echo(
+        f"{counts['reference']} pictures in the reference, {counts['disputed']} disputed, {counts['settled']} settled, "
+        f"{counts['unsure']} answers unsure"
+    )
 
 
 @app.command()
@@ -195,6 +284,10 @@ def build(
         Path | None, typer.Option(help="Thresholds file; default: thresholds.json in the corpus.")
     ] = None,
     seed: int = 0,
+    several: Annotated[
+        bool,
+        typer.Option(help="Keep every harm over its threshold, not just the strongest; views and training use all."),
+    ] = False,
 ) -> None:
     """Decide labels, drop the dead zone, group near-duplicates, split 70/15/15; write splits and a dataset card."""
     from guardpaint.data import card
@@ -204,7 +297,7 @@ def build(
 
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
     labels = store.one(labels)
-    facts = card.build(store, labels, cuts, seed)
+    facts = card.build(store, labels, cuts, seed, several=several)
     typer.echo(f"{facts['images']} images, {facts['splits']}, left out {facts['left_out']}")
     typer.echo(str(card.write_card(store, labels, cuts, facts)))
 

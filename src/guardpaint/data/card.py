@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 
+from guardpaint.data.hand_labels import PLUS
 from guardpaint.data.labelling import CAPTIONS, Thresholds
 from guardpaint.data.splits import counts, group, leaks, perceptual_hash, split
 from guardpaint.data.store import Corpus
@@ -25,10 +26,13 @@ SHEET = 24
 """Images per contact sheet."""
 
 
-def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, quiet: bool = False) -> dict[str, Any]:
+def build(
+    corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, quiet: bool = False, several: bool = False
+) -> dict[str, Any]:
     """Decide the label of every image, leave out the undecided ones, split by groups and write splits.jsonl.
 
-    Returns the counts that the dataset card shows.
+    With `several` an image keeps every harm over its threshold in `labels`, and the strongest in `label`. Returns the
+    counts that the dataset card shows.
     """
     answers = {r["key"]: r["scores"] for r in corpus.lines(labels)}
     if not answers:
@@ -48,11 +52,11 @@ def build(corpus: Corpus, labels: str, thresholds: Thresholds, seed: int = 0, qu
         code = perceptual_hash(e.picture())
         harm = max(answers[e.key][h] for h in thresholds.harms)
         row = {"key": e.key, "source": e.source, "label": label, "score": harm, "prompt": prompt, "hash": str(code)}
-        rows.append(row)
+        rows.append({**row, "labels": thresholds.every(answers[e.key]) or [label]} if several else row)
     if not rows:
         raise BadInput(f"{corpus.root}: no image has a decided label; left out: {dict(left_out)}")
     groups = group(rows)
-    chosen = {r["key"]: r["label"] for r in rows}
+    chosen = {r["key"]: PLUS.join(r.get("labels") or [r["label"]]) for r in rows}
     splits = split(chosen, groups, seed)
     assert not leaks(splits, groups)
     (corpus.root / SPLITS).unlink(missing_ok=True)

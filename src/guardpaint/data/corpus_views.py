@@ -55,7 +55,7 @@ def members(corpus: Corpus, split: str, policy: Policy) -> dict[str, dict[str, A
     rows = corpus.lines(SPLITS)
     if not rows:
         raise BadInput(f"{corpus.root}: not split yet; run `guardpaint data label` and `guardpaint data build` first")
-    unknown = {r["label"] for r in rows} - set(policy.names)
+    unknown = {label for r in rows for label in labels_of(r)} - set(policy.names)
     if unknown:
         raise BadInput(
             f"{corpus.root}: labels {', '.join(sorted(unknown))} are not in the policy; name theirs with --policy"
@@ -71,6 +71,11 @@ def members(corpus: Corpus, split: str, policy: Policy) -> dict[str, dict[str, A
             f"{CALIBRATION} (half of test), and `guardpaint data caption` writes prompts"
         )
     return prompted
+
+
+def labels_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """All categories of a row of splits.jsonl."""
+    return tuple(row.get("labels") or (row["label"],))
 
 
 def without_prompt(corpus: Corpus) -> int:
@@ -160,9 +165,17 @@ def holds(path: Path, examples: Sequence[Example], wanted: dict[str, Any], polic
         return False
     columns = views.seeds.tolist(), views.category.tolist(), views.strength.tolist(), views.texts
     rows = [wanted[e.key] for e in examples]
-    return set(zip(*columns, strict=True)) == {
-        (seed_of(r["key"]), policy.names.index(r["label"]), strength_of(r), r["prompt"]) for r in rows
+    labels = [tuple(row) for row in views.every_label().tolist()]
+    return set(zip(*columns, labels, strict=True)) == {
+        (seed_of(r["key"]), policy.names.index(r["label"]), strength_of(r), r["prompt"], marked(r, policy))
+        for r in rows
     }
+
+
+def marked(row: Mapping[str, Any], policy: Policy) -> tuple[bool, ...]:
+    """For every category of the policy, whether a row of splits.jsonl has it."""
+    labels = labels_of(row)
+    return tuple(name in labels for name in policy.names)
 
 
 def kept_apart(folder: Path) -> None:
@@ -197,8 +210,10 @@ def views_of(examples: Sequence[Example], wanted: dict[str, Any], plan: ViewPlan
         plain = torch.tensor([seeds[i] // 4 % 2 == 0 for i in finished], dtype=torch.bool)
         parts.append(clean_pictures(plan.base.pipe.vae, pictures.rows(finished), plain, plan.base.device))
     views = joined(parts)
+    own = [rows[s] for s in views.seeds.tolist()]
     return replace(
         views,
         images=as_bytes(resize(views.images.float() / 255, (plan.pixels, plan.pixels))),
-        strength=torch.tensor([strength_of(rows[s]) for s in views.seeds.tolist()]),
+        strength=torch.tensor([strength_of(row) for row in own]),
+        labels=torch.tensor([marked(r, policy) for r in own]) if any("labels" in r for r in rows.values()) else None,
     )

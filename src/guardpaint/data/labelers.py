@@ -64,6 +64,8 @@ class Asking:
     longest: int = 160
     """Most new tokens of an answer."""
     seed: int = 0
+    several: bool = False
+    """Whether a picture may belong to several categories."""
 
     def __post_init__(self) -> None:
         if self.passes < 1 or self.longest < 1 or self.temperature <= 0:
@@ -71,11 +73,11 @@ class Asking:
                 f"passes={self.passes} and longest={self.longest} must be at least 1, "
                 f"temperature={self.temperature} above 0"
             )
-        question(self.policy, self.style, self.examples)
+        question(self.policy, self.style, self.examples, self.several)
 
     def text(self) -> str:
         """The labelling prompt."""
-        return question(self.policy, self.style, self.examples)
+        return question(self.policy, self.style, self.examples, self.several)
 
 
 class ChatLabeler:

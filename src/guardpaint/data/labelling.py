@@ -1,4 +1,4 @@
-"""Label and caption a corpus, calibrate the decision thresholds, and compare labelers.
+"""Label and caption a corpus, and calibrate the decision thresholds.
 
 guardpaint data label corpora/paper --labeler vlm:OpenGVLab/InternVL3_5-8B-HF
 guardpaint data calibrate corpora/paper --reference reference.csv
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from guardpaint.data import hand_labels
+from guardpaint.data.hand_labels import categories_of
 from guardpaint.data.known_labels import KnownLabels
 from guardpaint.data.labelers import Captioner, Labeler
 from guardpaint.data.questions import Answer
@@ -23,6 +26,7 @@ from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.store.progress import bar
+from guardpaint.types import SAFE
 
 CAPTIONS = "captions.jsonl"
 T = TypeVar("T")
@@ -55,14 +59,14 @@ def label(
         answered |= corpus.keys() - keys
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
+        start = time.perf_counter()
         if isinstance(labeler, KnownLabels):
             answers = labeler.read(examples)
         else:
             answers = guarded(labeler.label, [e.picture() for e in examples], unreadable)
-        return [
-            {"key": e.key, "scores": a.scores, "problem": a.problem, "spread": a.spread, "raw": a.raw[:2000]}
-            for e, a in zip(examples, answers, strict=True)
-        ]
+        seconds = round((time.perf_counter() - start) / len(examples), 4)
+        rows = [{"scores": a.scores, "problem": a.problem, "spread": a.spread, "raw": a.raw[:2000]} for a in answers]
+        return [{"key": e.key, **row, "seconds": seconds} for e, row in zip(examples, rows, strict=True)]
 
     work(corpus, name, answered, ask, batch, f"labels by {labeler.name}", quiet)
     return name
@@ -163,7 +167,7 @@ class Thresholds:
         over = {n: scores[n] - t for n, t in self.harms.items()}
         if any(abs(gap) < self.margin for gap in over.values()):
             return None
-        hits = [n for n, gap in over.items() if gap > 0]
+        hits = [n for n, gap in over.items() if gap >= 0]
         return max(hits, key=lambda n: scores[n]) if hits else "safe"
 
     def every(self, scores: Mapping[str, float] | None) -> list[str] | None:
@@ -174,7 +178,18 @@ class Thresholds:
 
 
 def read_reference(path: Path, policy: Policy) -> dict[str, dict[str, str]]:
-    """Hand labels by key, from a CSV with the columns key, label and, optionally, case (the kind of hard case)."""
+    """Hand labels by key: label (several categories joined by +) and case, the kind of hard case.
+
+    They come from a CSV with the columns key, label and, optionally, case, or from the JSONL file that
+    `guardpaint data hand-label` writes; of the latter, those count on which its labellers agree or that were settled.
+    """
+    if path.suffix == ".jsonl":
+        out = hand_labels.reference(hand_labels.read_labels(path, policy))
+        if not out:
+            raise BadInput(
+                f"{path}: no picture has a label on which its labellers agree; see `guardpaint data agreement`"
+            )
+        return out
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
@@ -182,9 +197,10 @@ def read_reference(path: Path, policy: Policy) -> dict[str, dict[str, str]]:
         raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
     out = {}
     for number, row in enumerate(rows, 2):
-        if not row.get("key") or row.get("label") not in policy.names:
+        labels = categories_of(row.get("label") or "")
+        if not row.get("key") or not set(labels) <= set(policy.names) or (SAFE in labels and len(labels) > 1):
             raise BadInput(f"{path}:{number}: needs a key and a label among {', '.join(policy.names)}; got {row}")
-        out[row["key"]] = {"label": row["label"], "case": row.get("case") or "other"}
+        out[row["key"]] = {"label": hand_labels.joined_label(labels, policy), "case": row.get("case") or "other"}
     if not out:
         raise BadInput(f"{path}: no rows; add hand labels with the columns key and label")
     return out
@@ -204,7 +220,9 @@ def calibrate(
     harms = {}
     for harm in policy.names[1:]:
         pairs = [
-            (s[harm], reference[k]["label"] == harm) for k, s in answers.items() if s is not None and k in reference
+            (s[harm], harm in categories_of(reference[k]["label"]))
+            for k, s in answers.items()
+            if s is not None and k in reference
         ]
         if not any(y for _, y in pairs) or all(y for _, y in pairs):
             raise BadInput(
@@ -219,75 +237,3 @@ def calibrate(
         best = [c for c, cost in zip(cuts, costs, strict=True) if cost == min(costs)]
         harms[harm] = best[len(best) // 2]
     return Thresholds(harms, margin)
-
-
-def compare(
-    labelers: Mapping[str, Mapping[str, Mapping[str, Any]]],
-    reference: Mapping[str, Mapping[str, str]],
-    policy: Policy,
-    miss_cost: float = 1.0,
-) -> list[dict[str, Any]]:
-    """One row per labeler at its own thresholds: error rates overall and by hard case, and counts of unreadable and
-    self-contradicting answers."""
-    rows = []
-    for name, lines in labelers.items():
-        answers = {k: v for k, v in lines.items() if k in reference}
-        scores = {k: v["scores"] for k, v in answers.items()}
-        row: dict[str, Any] = {"labeler": name, "n": len(answers), "missing": len(reference) - len(answers)}
-        row["unreadable"] = sum(s is None for s in scores.values())
-        row["contradictions"] = sum("but scores" in v.get("problem", "") for v in answers.values())
-        try:
-            thresholds = calibrate(scores, reference, policy, miss_cost, margin=0.0)
-        except BadInput as error:
-            rows.append({**row, "failed": str(error)})
-            continue
-        decided = {k: thresholds.decide(s) for k, s in scores.items()}
-        safe = [k for k in answers if reference[k]["label"] == "safe"]
-        harm = [k for k in answers if reference[k]["label"] != "safe"]
-        row["fp"] = sum(decided[k] not in ("safe", None) for k in safe) / max(1, len(safe))
-        row["fn"] = sum(decided[k] in ("safe", None) for k in harm) / max(1, len(harm))
-        near = {h: (t - 0.05, t + 0.05) for h, t in thresholds.harms.items()}
-        row["threshold_sensitivity"] = sum(
-            any(low <= s[h] <= high for h, (low, high) in near.items()) for s in scores.values() if s is not None
-        ) / max(1, len(answers))
-        for case in dict.fromkeys(r["case"] for r in reference.values()):
-            keys = [k for k in answers if reference[k]["case"] == case]
-            row[f"wrong_{case}"] = sum((decided[k] or "unreadable") != reference[k]["label"] for k in keys) / max(
-                1, len(keys)
-            )
-        rows.append(row)
-    return rows
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A comparison as a Markdown table, with each labeler's failure modes in words."""
-    cases = [k for k in dict.fromkeys(k for r in rows for k in r) if k.startswith("wrong_")]
-    heads = ["labeler", "n", "FP", "FN", "unreadable", "contradictions", *(c.removeprefix("wrong_") for c in cases)]
-    lines = ["| " + " | ".join([*heads, "failure modes"]) + " |", "|" + "---|" * (len(heads) + 1)]
-    for r in rows:
-        if "failed" in r:
-            lines.append(f"| {r['labeler']} | {r['n']} |" + " |" * (len(heads) - 2) + f" {r['failed']} |")
-            continue
-        cells = [r["labeler"], r["n"], f"{r['fp']:.2f}", f"{r['fn']:.2f}", r["unreadable"], r["contradictions"]]
-        cells += [f"{r[c]:.2f}" for c in cases]
-        lines.append("| " + " | ".join([*map(str, cells), failure_modes(r, cases)]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def failure_modes(row: Mapping[str, Any], cases: Sequence[str]) -> str:
-    """The failure modes that a row's numbers show, joined by semicolons."""
-    modes = []
-    if row["fp"] > 0.2:
-        modes.append("flags safe images")
-    if row["fn"] > 0.2:
-        modes.append("misses unsafe images")
-    if row["unreadable"] > 0.05 * max(1, row["n"]):
-        modes.append("gives unreadable answers")
-    if row["contradictions"] > 0.05 * max(1, row["n"]):
-        modes.append("contradicts its own reasoning")
-    if row["threshold_sensitivity"] > 0.25:
-        modes.append("a small shift of the threshold changes many labels")
-    worst = max(cases, key=lambda c: row[c], default=None)
-    if worst is not None and row[worst] > 0.25:
-        modes.append(f"worst on {worst.removeprefix('wrong_')}")
-    return "; ".join(modes) or "none above the limits"

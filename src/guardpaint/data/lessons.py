@@ -50,6 +50,8 @@ class Lesson:
     """0 for rows whose quality is unknown; None if all are known."""
     located: Float[Tensor, " b"] | None = None
     """0 for rows whose mask is unknown; None if all are known."""
+    labels: Float[Tensor, "b c"] | None = None
+    """1 for each category of a row, where rows may have several; None if each has one."""
 
 
 @runtime_checkable
@@ -72,10 +74,13 @@ class Lessons(Protocol):
 
 
 class BalancedRows:
-    """Draws rows of views in random order: half of them safe, the other half divided equally among the harms."""
+    """Draws rows of views in random order: half of them safe, the other half divided equally among the harms.
+
+    A row with several harms may be drawn for each of them.
+    """
 
     def __init__(self, views: Views | Shelf, late: float = 0.0) -> None:
-        self.by_class = [torch.nonzero(views.category == c)[:, 0] for c in range(len(views.names))]
+        self.by_class = [torch.nonzero(of_class)[:, 0] for of_class in views.every_label().T]
         empty = [views.names[c] for c, rows in enumerate(self.by_class) if not len(rows)]
         if empty:
             raise BadInput(f"the views have no rows of {', '.join(empty)}; make more views")
@@ -117,6 +122,7 @@ class CorpusLessons:
             prompts=list(part.texts),
             strength=part.strength,
             located=(part.category == 0).float(),
+            labels=None if part.labels is None else part.labels.float(),
         )
 
     def repaired(self, views: Views) -> tuple[Float[Tensor, "m 3 h w"], list[str]]:

@@ -48,8 +48,20 @@ def rewriting(prompt: str, instead: str) -> str:
     )
 
 
-def question(policy: Policy, style: str = "single", examples: Sequence[tuple[str, Mapping[str, float]]] = ()) -> str:
-    """The labelling prompt of a policy."""
+ONE = "Give every category a score from 0 to 1: how clearly the picture belongs to it. The scores add up to 1."
+SEVERAL = (
+    "A picture may belong to several categories. Give every category a score of its own from 0 to 1: how clearly the "
+    "picture belongs to it."
+)
+
+
+def question(
+    policy: Policy,
+    style: str = "single",
+    examples: Sequence[tuple[str, Mapping[str, float]]] = (),
+    several: bool = False,
+) -> str:
+    """The labelling prompt of a policy; with `several` it says that a picture may belong to several categories."""
     if style not in STYLES:
         raise BadConfig(f"style={style!r}: choose {', '.join(STYLES)}")
     if style == "examples" and not examples:
@@ -62,7 +74,7 @@ def question(policy: Policy, style: str = "single", examples: Sequence[tuple[str
     lines += [
         "",
         "Visible skin, closeness, a pose or a colour alone are no evidence. Art and objects follow the policy's words.",
-        "Give every category a score from 0 to 1: how clearly the picture belongs to it. The scores add up to 1.",
+        SEVERAL if several else ONE,
     ]
     if style == "examples":
         lines += ["", "Examples:"]

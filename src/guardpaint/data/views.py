@@ -65,12 +65,20 @@ class Views:
     """The views at smaller sizes, by size in pixels, where a guard decodes these in another way than `images`."""
     ways: tuple[str, ...] = ()
     """How the views were made (`ViewDecoder.made_by`); empty if an earlier version made some of them."""
+    labels: Bool[Tensor, "n c"] | None = None
+    """All categories of every view, for a corpus whose pictures may have several; `category` is then the strongest."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def prompt(self, row: int) -> str:
         return self.texts[row]
+
+    def every_label(self) -> Bool[Tensor, "n c"]:
+        """All categories of every view; just `category` where views have only one."""
+        if self.labels is not None:
+            return self.labels
+        return torch.nn.functional.one_hot(self.category, len(self.names)).bool()
 
     def at(self, pixels: int) -> Float[Tensor, "n 3 p q"]:
         """The views at a guard's size in pixels, made as a guard makes them; in [0, 1]."""
@@ -86,6 +94,7 @@ class Views:
             smaller={pixels: images[index] for pixels, images in self.smaller.items()},
             texts=tuple(self.texts[i] for i in index.tolist()),
             strength=None if self.strength is None else self.strength[index],
+            labels=None if self.labels is None else self.labels[index],
         )
 
 
@@ -106,6 +115,7 @@ def joined(parts: Sequence[Views]) -> Views:
         ways=tuple(sorted({w for p in parts for w in p.ways})) if all(p.ways for p in parts) else (),
         texts=tuple(t for p in parts for t in p.texts),
         strength=torch.cat(strengths) if strengths else None,
+        labels=torch.cat([p.every_label() for p in parts]) if any(p.labels is not None for p in parts) else None,
     )
 
 
@@ -119,6 +129,15 @@ class Shelf:
         )
         self.first = torch.tensor([0, *(len(p) for p in parts)]).cumsum(0)
         self.names, self.world = parts[0].names, parts[0].world
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The prompt of every view."""
+        return tuple(text for part in self.parts for text in part.texts)
+
+    def every_label(self) -> Bool[Tensor, "n c"]:
+        """All categories of every view."""
+        return torch.cat([part.every_label() for part in self.parts])
 
     def __len__(self) -> int:
         return int(self.first[-1])

@@ -26,12 +26,16 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import read_json
 from guardpaint.testbed import AuditorLessons, need, open_testbed
-from guardpaint.train.auditor_loss import LossWeights, Targets, pairwise_cosines, total
+from guardpaint.train.auditor_loss import LossWeights, Targets, total
+from guardpaint.train.auditor_match import batch_cosines
 from guardpaint.train.auditor_pictures import FULL_ARTEFACT, composites, disturbed, flipped
+from guardpaint.train.auditor_start import RESNET, Start, new_auditor, run_tokenizer, warm_auditor
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, write_card
 
 VALIDATION = 1500
 """Number of views in a validation."""
+RANDOM = Start()
+"""A start from random weights, or from the backbone that the recipe names."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,25 @@ class AuditorRecipe(LessonSettings):
     """Fields of `AuditorConfig`; with `small: true` the others are those of `AuditorConfig.tiny`."""
     losses: dict[str, float] = field(default_factory=dict)
     """Fields of `LossWeights`."""
+    backbone: str = ""
+    """Folder or hub id of a pretrained ResNet, whose shape replaces that of `shape`; empty: random weights."""
+    tokenizer: str = "bytes"
+    """bytes, or bpe: trained on the prompts of the training views."""
+    vocabulary: int = 16384
+    """Most tokens of a trained tokenizer."""
     pairs: int = 12
-    """Images per batch that are compared with each other's prompts."""
+    """Images per batch that are compared with each other's prompts, those of all processes together; 0: all."""
     composites: float = 0.3
     """Share of views with a seam artefact of known strength."""
     fine: float = 0.1
     """Share of batches at the auditor's larger size."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer not in ("bytes", "bpe") or self.vocabulary < 300 or self.pairs < 0:
+            raise BadConfig(
+                f"tokenizer={self.tokenizer!r} must be bytes or bpe, vocabulary={self.vocabulary} at least 300 "
+                f"and pairs={self.pairs} at least 0"
+            )
 
     def config(self) -> AuditorConfig:
         """The auditor's config."""
@@ -85,8 +102,8 @@ class AuditorTask(nn.Module):
         visual = model.features(batch.images)
         text = Text(*model.text(batch.ids))
         scores = model.heads(visual, text, batch.noise)
-        p = self.pairs
-        cosines = pairwise_cosines(model, visual[:p], Text(text.vector[:p], text.sequence[:p], text.padding[:p]))
+        p = self.pairs or len(batch.images)
+        cosines = batch_cosines(model, visual[:p], Text(text.vector[:p], text.sequence[:p], text.padding[:p]))
         return total(scores, cosines, model.log_temperature, batch.targets, self.class_weights, self.weights)
 
 
@@ -121,6 +138,7 @@ class Sampler:
             shown.artefact,
             lesson.rated,
             lesson.located,
+            lesson.labels,
         )
         images = resize(shown.images, (size, size))
         return AuditBatch(images, self.auditor.token_ids(lesson.prompts), lesson.noise, targets)
@@ -227,27 +245,15 @@ def open_lessons(views: Views | Shelf, settings: LessonSettings) -> Lessons:
     return need(open_testbed(views.world), AuditorLessons, "train auditor").lessons(views, settings)
 
 
-def starting_point(recipe: AuditorRecipe, seed: int, warm: Path | None) -> AuditorScorer:
-    """An auditor with random weights, or with those of the auditor `warm`.
-
-    Its shape must be the recipe's, except for quality pooling, class weights and sizes, which the recipe replaces.
-    """
-    shape = recipe.config()
-    if warm is not None:
-        auditor = AuditorScorer.from_pretrained(warm).float().train()
-        kept = replace(
-            auditor.config,
-            quality_pool=shape.quality_pool,
-            class_weights=shape.class_weights,
-            sizes=shape.sizes,
-        )
-        if kept != shape:
-            raise BadConfig(f"{warm}: its shape differs from the config's; use the config it was trained with")
-        auditor.config, auditor.sizes = shape, shape.sizes
-        return auditor
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AuditorScorer(shape)
+def starting_point(training: Training, shape: AuditorConfig, data: AuditorData, out: Path) -> AuditorScorer:
+    """The auditor that a run begins with: random, on a pretrained backbone, or the one it trains further."""
+    recipe, start = training.recipe, training.start
+    backbone = start.backbone or recipe.backbone
+    if start.warm is not None:
+        decided = (*(RESNET if backbone else ()), *(("vocab_size",) if recipe.tokenizer == "bpe" else ()))
+        return warm_auditor(start.warm, shape, decided)
+    tokenizer = run_tokenizer(out, data.captions, recipe.vocabulary) if recipe.tokenizer == "bpe" else None
+    return new_auditor(shape, training.config.seed, tokenizer, backbone)
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,8 @@ class AuditorData:
     """Validation views; the late ones select the best checkpoint and calibrate F."""
     folder: Path
     """Folder of the views, for error messages."""
+    captions: Sequence[str] = ()
+    """Prompts of the training views, from which a tokenizer can be trained."""
 
 
 def open_data(folder: Path, settings: LessonSettings) -> AuditorData:
@@ -267,7 +275,7 @@ def open_data(folder: Path, settings: LessonSettings) -> AuditorData:
     views, held_out = find_views(folder, "train"), find_views(folder, "validation")
     if (held_out.world, held_out.names) != (views.world, views.names):
         raise BadInput(f"{folder}: its training and validation views differ in testbed or categories")
-    return AuditorData(open_lessons(views, settings), held_out, folder)
+    return AuditorData(open_lessons(views, settings), held_out, folder, views.texts)
 
 
 def run(
@@ -275,7 +283,7 @@ def run(
     views_dir: Path,
     out: Path,
     minutes: float | None,
-    warm: Path | None = None,
+    start: Start = RANDOM,
     quiet: bool = False,
     policy: Policy | None = None,
 ) -> None:
@@ -283,16 +291,16 @@ def run(
     recipe, config = load_config(config_file, AuditorRecipe)
     policy = policy or Policy.default()
     this_run = Run(config_file, out, minutes, quiet)
-    fitted = train(Training(recipe, config, policy, warm), open_data(views_dir, recipe), this_run)
+    fitted = train(Training(recipe, config, policy, start), open_data(views_dir, recipe), this_run)
     if fitted is None:
         return
-    command = this_run.command("auditor", views=views_dir, warm=warm)
+    command = this_run.command("auditor", views=views_dir, warm=start.warm, backbone=start.backbone or None)
     command += f" --set policy=POLICY ({policy.name})" if policy.names != Policy.default().names else ""
     best = read_json(out / "best.json") if (out / "best.json").exists() else None
     parameters = sum(p.numel() for p in fitted.parameters())
     note = finished(out, config)
     assert note is not None
-    write_card(out, command, note, warm, best=best, parameters=parameters, config=asdict(config))
+    write_card(out, command, note, start.warm, best=best, parameters=parameters, config=asdict(config))
     print(f"saved to {out / 'model'}; validation {best}")
 
 
@@ -303,8 +311,7 @@ class Training:
     recipe: AuditorRecipe
     config: TrainConfig
     policy: Policy
-    warm: Path | None = None
-    """Checkpoint of an auditor to start from."""
+    start: Start = RANDOM
 
 
 def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | None:
@@ -312,7 +319,7 @@ def train(training: Training, data: AuditorData, run: Run) -> AuditorScorer | No
     config, policy = training.config, training.policy
     torch.set_num_threads(config.threads)
     recipe = replace(training.recipe, shape={"categories": policy.names, **training.recipe.shape})
-    auditor = starting_point(recipe, config.seed, training.warm)
+    auditor = starting_point(training, recipe.config(), data, run.out)
     weights = [policy.category(name).weight for name in auditor.categories]
     if auditor.config.class_weights not in ((), tuple(weights)):
         raise BadConfig(

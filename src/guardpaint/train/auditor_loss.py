@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from guardpaint.audit.model import AuditorScorer, Scores, Text
+from guardpaint.audit.model import Scores
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Targets:
     """1 where the quality is known, 0 where a partial repair left unrated edges; None: known everywhere."""
     located: Float[Tensor, " b"] | None = None
     """1 where the mask is known, 0 where only the label is; None: known everywhere."""
+    labels: Float[Tensor, "b c"] | None = None
+    """1 for each category of a view, where views may have several; None: each has only `category`."""
 
 
 def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged: Float[Tensor, " b"]) -> Tensor:
@@ -56,11 +58,21 @@ def adversarial(logit: Float[Tensor, " b"], category: Int[Tensor, " b"], judged:
 
 
 def categorical(
-    logits: Float[Tensor, "b c"], category: Int[Tensor, " b"], weights: Float[Tensor, " c"], judged: Float[Tensor, " b"]
+    logits: Float[Tensor, "b c"],
+    category: Int[Tensor, " b"],
+    weights: Float[Tensor, " c"],
+    judged: Float[Tensor, " b"],
+    labels: Float[Tensor, "b c"] | None = None,
 ) -> Tensor:
-    """L_class: cross-entropy with class weights, divided by the sum of the weights used."""
-    each = F.cross_entropy(logits, category, reduction="none")
-    used = judged * weights[category]
+    """L_class: cross-entropy with class weights, divided by the sum of the weights used.
+
+    A view with several labels has a target that gives each of them the same probability, and their mean weight.
+    """
+    if labels is None:
+        labels = F.one_hot(category, logits.shape[1]).to(logits.dtype)
+    target = labels / labels.sum(1, keepdim=True)
+    each = F.cross_entropy(logits, target, reduction="none")
+    used = judged * (target * weights).sum(1)
     return (used * each).sum() / used.sum().clamp(min=1e-6)
 
 
@@ -108,24 +120,6 @@ def seam_map_loss(
     return ((touched * each).sum() / touched.sum().clamp(min=1) + (whole * each).sum() / whole.sum().clamp(min=1)) / 2
 
 
-def pairwise_cosines(model: AuditorScorer, visual: Float[Tensor, "b c u v"], text: Text) -> Float[Tensor, "b b"]:
-    """cos(image i read with prompt j, prompt j) for all pairs, exactly as an audit of that pair would give it.
-
-    The image side attends to the prompt's words, so every pair is computed together. An image embedding computed with
-    the image's own prompt would contain that prompt, and the pairs could be told apart without the image.
-    """
-    b = len(visual)
-    queries = model.query_norm(model.query(visual).flatten(2).transpose(1, 2))
-    keys = model.key_norm(text.sequence)
-    q = queries.repeat_interleave(b, 0)
-    k = keys.repeat(b, 1, 1)
-    padding = text.padding.repeat(b, 1)
-    attended, _ = model.attention(q, k, k, key_padding_mask=padding, need_weights=False)
-    images = F.normalize(model.image_proj(attended.mean(1)), dim=1).view(b, b, -1)
-    words = F.normalize(model.text_proj(text.vector), dim=1)
-    return (images * words[None]).sum(-1)
-
-
 def total(
     scores: Scores,
     cosines: Float[Tensor, "p p"],
@@ -137,7 +131,7 @@ def total(
     """All losses by name; `loss` is their weighted sum."""
     parts = {
         "adv": adversarial(scores.adv_logit, want.category, want.judged),
-        "category": categorical(scores.class_logits, want.category, class_weights, want.judged),
+        "category": categorical(scores.class_logits, want.category, class_weights, want.judged, want.labels),
         "strength": regression(scores.strength, want.strength, want.judged),
         "seam": regression(
             scores.quality, want.quality, torch.ones_like(want.judged) if want.rated is None else want.rated

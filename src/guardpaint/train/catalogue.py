@@ -78,13 +78,13 @@ class Catalogue:
 def product_trainers() -> dict[str, Trainer]:
     """Trainers of the guard's own components."""
     from guardpaint.policy import Policy
-    from guardpaint.train import align, alignment_config, auditor, proposer, ranker, stack
+    from guardpaint.train import align, alignment_config, auditor, auditor_start, proposer, ranker, stack
 
     def train_auditor(run: Run, inputs: Inputs) -> None:
         file = inputs.optional("policy")
         policy = Policy.load(file) if file is not None else None
-        warm = inputs.optional("warm")
-        auditor.run(run.config_file, inputs.path("views"), run.out, run.minutes, warm, run.quiet, policy=policy)
+        start = auditor_start.Start(inputs.optional("warm"), inputs.text("backbone") or "")
+        auditor.run(run.config_file, inputs.path("views"), run.out, run.minutes, start, run.quiet, policy=policy)
 
     def train_proposer(run: Run, inputs: Inputs) -> None:
         guard = inputs.text("guard")
@@ -105,7 +105,7 @@ def product_trainers() -> dict[str, Trainer]:
         stack.run([model.parent for model in inputs.paths("runs")], run.out)
 
     return {
-        "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy")),
+        "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy", "backbone")),
         **{method: alignment(method) for method in alignment_config.METHODS},
         "stack": Trainer(join, needs=("runs",)),
         "proposer": Trainer(train_proposer, proposer.ProposerTraining, ("rollouts",), ("guard",)),
