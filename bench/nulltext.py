@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from intervals import column, interval
 from recipe_results import OUT, write
 from torch import Tensor
 
@@ -31,7 +34,7 @@ from guardpaint.loop.step import Repair, edit_of
 from guardpaint.reinsert.apply import reinsert
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.store.progress import track
-from guardpaint.store.results import require_clean
+from guardpaint.store.results import metric, require_clean
 from guardpaint.store.seeds import derive
 from guardpaint.testbed import Prompt, open_testbed
 from guardpaint.types import Audit, Draft, Edit
@@ -152,6 +155,42 @@ def compare(guard: GuardPaint, base: Base, prompt: Prompt, progress: float) -> l
     return rows
 
 
+def metrics(rows: Sequence[Row]) -> dict[str, Any]:
+    """What one embedding for each remaining step changes against a single one, on the same scenes and repairs."""
+    found: dict[str, Any] = {}
+    bases = list(dict.fromkeys(r["base"] for r in rows))
+    for base in ("", *bases):
+        own = [r for r in rows if base in ("", r["base"])]
+        pairs: dict[tuple[str, str], dict[str, Row]] = {}
+        for r in own:
+            pairs.setdefault((r["base"], str(r["seed"])), {})[r["rule"]] = r
+        both = [p for p in pairs.values() if {"null_text", "null_text_single"} <= set(p)]
+        if not both:
+            continue
+        many, one = ([p[rule] for p in both] for rule in ("null_text", "null_text_single"))
+        end = f".{base}" if base else ""
+
+        def ratio(name: str, a: Sequence[Row] = many, b: Sequence[Row] = one) -> Callable[[np.ndarray], float]:
+            over, under = column(a, name), column(b, name)
+            return lambda of: float(over[of].sum() / under[of].sum())
+
+        def gain(name: str, a: Sequence[Row] = many, b: Sequence[Row] = one) -> Callable[[np.ndarray], float]:
+            difference = column(a, name) - column(b, name)
+            return lambda of: float(difference[of].mean())
+
+        for key, statistic, note in (
+            ("per_step_over_single", ratio("inside"),
+             "latent error inside the mask against the repair: mean with an embedding per step / with one"),
+            ("outside_ratio", ratio("outside"), "the same for the change outside the mask against no repair"),
+            ("psnr_outside_gain", gain("psnr_outside"), "dB outside the mask against the picture without a repair"),
+            ("psnr_inside_gain", gain("psnr_inside"), "dB inside the mask against the decoded repair"),
+            ("seconds_ratio", ratio("seconds"), "time of the steps from the repair on"),
+        ):  # fmt: skip
+            whole = np.arange(len(both))
+            found[f"{key}{end}"] = metric(statistic(whole), len(both), ci=interval(statistic, len(both)), note=note)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", action="append", help="UNet base; repeat (default: mini-sd, mini-sdxl)")
@@ -175,7 +214,9 @@ def main() -> None:
             found += bool(new)
             rows += new
         print(f"{name}: {found} scenes")
-    for name, value in write("nulltext", rows, args.out).items():
+    found = metrics(rows)
+    write("nulltext", found, rows, args.out)
+    for name, value in found.items():
         print(name, round(value["value"], 4), value.get("ci"))
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from recipe_results import interval, write
+from intervals import column, interval
+from recipe_results import OUT, write
 from scipy.stats import spearmanr
 from skimage import data
 
@@ -84,12 +86,32 @@ def composites(
     return made
 
 
+def against_vgg(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Spearman correlation of the trained auditor's seam metric, and of LPIPS-Alex, with LPIPS-VGG."""
+    found = {}
+    for name, key in (("backbone", "spearman_trained"), ("lpips_alex", "spearman_alex")):
+        for pictures in ("photographs", "dolls"):
+            own = [r for r in rows if r["pictures"] == pictures]
+            if not own:
+                continue
+            ours, reference = column(own, name), column(own, "lpips_vgg")
+
+            def rho(of: np.ndarray, a: np.ndarray = ours, b: np.ndarray = reference) -> float:
+                return float(spearmanr(a[of], b[of]).statistic)
+
+            note = f"rank correlation with LPIPS-VGG over composites of {pictures}"
+            suffix = "" if pictures == "photographs" else f".{pictures}"
+            value = rho(np.arange(len(own)))
+            found[f"{key}{suffix}"] = metric(value, len(own), ci=interval(rho, len(own)), goal=">=0.8", note=note)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--auditor", type=Path, default=AUDITOR, help="checkpoint of the trained auditor")
     parser.add_argument("--out", type=Path, default=Path("docs/results/seam.json"))
-    parser.add_argument("--recipe", type=Path, default=Path("docs/results/recipe.json"))
+    parser.add_argument("--recipe", type=Path, default=OUT)
     parser.add_argument("--count", type=int, default=200, help="composites of photographs, and of dolls")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -123,7 +145,7 @@ def main() -> None:
             results[key] = metric(value, len(own), ci=ci, note=note)
             print(f"{pictures} {name}: Spearman {value:.3f} [{ci[0]:.3f}, {ci[1]:.3f}] over {len(own)} composites")
     write_results(args.out, results, rows, args.seed)
-    write("seam", rows, args.recipe)
+    write("seam", against_vgg(rows), rows, args.recipe)
 
 
 if __name__ == "__main__":
