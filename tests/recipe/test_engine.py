@@ -63,14 +63,22 @@ def test_a_change_without_effect_on_the_output_stops_there(tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "consumer"),
-    [("a.txt", "person"), ("b.txt", "many-one"), ("b.txt", "many-two"), ("many/one.txt", "change"), ("many/*.txt", "last")],
+    [
+        ("a.txt", "person"),
+        ("b.txt", "many-one"),
+        ("b.txt", "many-two"),
+        ("many/one.txt", "change"),
+        ("many/*.txt", "last"),
+    ],
 )
 def test_without_an_input_a_stage_names_the_file_and_its_maker(tmp_path, output, consumer):
     go(tmp_path)
     for path in (tmp_path / "out").glob(output):
         path.unlink()
     made, _ = engine(tmp_path)
-    with pytest.raises(BadInput, match=f"stage {consumer}: .*{output.replace('*', '.')}.* is missing, which stage .* writes"):
+    with pytest.raises(
+        BadInput, match=f"stage {consumer}: .*{output.replace('*', '.')}.* is missing, which stage .* writes"
+    ):
         made.run([made.recipe.stage(consumer)])
 
 
@@ -84,7 +92,9 @@ def test_a_persons_stage_waits(tmp_path):
 
 def test_a_full_disk_loses_nothing_and_the_next_run_goes_on(tmp_path):
     changes = {"values": {"kind": "full"}, "stages": {"first": {"options": {"room": str(tmp_path / "room")}}}}
-    with pytest.raises(StageFailed, match=r"first: the disk is full \(.* GB free, the stage needs about 5 GB\).*make room"):
+    with pytest.raises(
+        StageFailed, match=r"first: the disk is full \(.* GB free, the stage needs about 5 GB\).*make room"
+    ):
         go(tmp_path, changes)
     assert (tmp_path / "out" / "a.txt.shard").read_text() == "kept"
     (tmp_path / "room").touch()
@@ -147,8 +157,9 @@ def test_a_folder_that_was_moved_is_still_done(tmp_path):
 
 
 def shown(made) -> str:
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))
-    plan.show(made, made.chosen(), console)
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=200, record=True, file=nowhere)
+        plan.show(made, made.chosen(), console)
     return console.export_text()
 
 
@@ -180,7 +191,12 @@ def test_training_stages_start_with_accelerate(tmp_path):
     assert argv[-5:] == ["-m", "guardpaint.cli", "train", "stage", "auditor"]
     assert "--cpu" not in Launch(gpu=True).argv(stage)
     assert Launch(processes=2).shown(stage).startswith("accelerate launch --num_processes 2 -m guardpaint.cli train")
-    assert Launch(processes=2).argv(spec.Stage("x", {}, ("data", "review")))[1:] == ["-m", "guardpaint.cli", "data", "review"]
+    assert Launch(processes=2).argv(spec.Stage("x", {}, ("data", "review")))[1:] == [
+        "-m",
+        "guardpaint.cli",
+        "data",
+        "review",
+    ]
 
 
 def test_overrides_are_listed(tmp_path):

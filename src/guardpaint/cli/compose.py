@@ -21,7 +21,8 @@ def compose(
         Path | None, typer.Option(help="Another trained auditor, which looks at every finished picture once more.")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="File of `guardpaint calibrate` for this auditor: the guard takes its thresholds.")
+        Path | None,
+        typer.Option(help="File of `guardpaint calibrate` for this auditor: the guard takes its thresholds."),
     ] = None,
     f_gate: Annotated[str, typer.Option(help="Gate of prompt faithfulness: absolute, relative or off.")] = "relative",
     decoder: Annotated[
@@ -54,7 +55,9 @@ def compose(
         raise BadInput(f"--decoder {' '.join(decoder or ())}: write FAMILY=DIR, as in sd=models/taesd")
     scorer = AuditorScorer.from_pretrained(auditor)
     if calibration is not None and found.auditor not in ("", scorer.identity()):
-        raise BadInput(f"{calibration}: calibrated for another auditor than {auditor}; run `guardpaint calibrate` again")
+        raise BadInput(
+            f"{calibration}: calibrated for another auditor than {auditor}; run `guardpaint calibrate` again"
+        )
     guard = GuardPaint(
         scorer,
         NativeRepairer() if repairer == "native" else Inpainter(load_inpainter(repairer)),

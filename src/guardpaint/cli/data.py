@@ -175,7 +175,9 @@ def calibrate(
 @app.command()
 def compare(
     corpus: Folder,
-    labels: Annotated[list[str], typer.Option(help="Labels file in the corpus, or a pattern for one; repeat for several.")],
+    labels: Annotated[
+        list[str], typer.Option(help="Labels file in the corpus, or a pattern for one; repeat for several.")
+    ],
     reference: ReferenceOption,
     out: Annotated[Path | None, typer.Option(help="Write the table to OUT.md, OUT.csv and OUT.json.")] = None,
     name: Annotated[

@@ -21,9 +21,7 @@ StageOption = Annotated[
     list[str] | None, typer.Option("--stage", help="Run this stage alone, whatever its record says; may be repeated.")
 ]
 UntilOption = Annotated[str | None, typer.Option("--until", help="Stop after this stage.")]
-ProcessesOption = Annotated[
-    int, typer.Option(min=1, help="Processes of each training stage, by `accelerate launch`.")
-]
+ProcessesOption = Annotated[int, typer.Option(min=1, help="Processes of each training stage, by `accelerate launch`.")]
 
 
 @app.command()
@@ -92,7 +90,9 @@ def rehearse(
     overrides: Annotated[
         Path | None, typer.Option(help="What the rehearsal changes; default: rehearsal.yaml beside the recipe.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="File for the report (JSON); default: OUT/rehearsal.json.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="File for the report (JSON); default: OUT/rehearsal.json.")
+    ] = None,
     until: UntilOption = None,
 ) -> None:
     """Run every stage on small random models and local photographs, and report every setting that was overridden."""

@@ -37,7 +37,7 @@ def label_file(labeler: str, question: str) -> str:
     return f"labels-{re.sub(r'[^A-Za-z0-9.]+', '-', labeler).strip('-')}-{sha256_hex(question)[:8]}.jsonl"
 
 
-def label(
+def label(  # noqa: PLR0913 (what is asked, of whom, and about which images)
     corpus: Corpus,
     labeler: Labeler | KnownLabels,
     question: str,
@@ -50,7 +50,7 @@ def label(
 ) -> str:
     """Label every image that has no answer yet, and with `retry` those whose answer could not be read.
 
-    With `keys` only these images. `name` stands for the labeler's own in the name of the labels file, which is returned.
+    With `keys` only these images. `name` stands for the labeler's own in the labels file's name, which is returned.
     """
     name = label_file(name or labeler.name, question)
     rows = {r["key"]: r for r in corpus.lines(name)}

@@ -5,6 +5,7 @@ guardpaint recipe run recipes/paper.yaml --out DIR
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -114,7 +115,9 @@ class Engine:
                 self.say(f"  {line}")
         begun = {s.name for s in stages if self.ledger.read(s) is not None}
         again = [n for n in (s.name for s in stages) if n in names or n in self.recipe.dependants(names)]
-        self.say(f"run again: {', '.join(n for n in again if n in begun)}; old outputs are kept in {self.recipe.out}/old")
+        self.say(
+            f"run again: {', '.join(n for n in again if n in begun)}; old outputs are kept in {self.recipe.out}/old"
+        )
 
     def run(self, stages: Sequence[Stage]) -> None:
         """Run stages in order; raises StageFailed, Waiting or Interrupted."""
@@ -206,7 +209,9 @@ class Engine:
             record.outputs = self.ledger.output_digests(stage)
         self.ledger.write(stage, record)
         if cut:
-            raise Interrupted(f"stage {stage.name} was interrupted; what it has done is kept. Go on with {self.launch.again}")
+            raise Interrupted(
+                f"stage {stage.name} was interrupted; what it has done is kept. Go on with {self.launch.again}"
+            )
         if code or missing:
             raise StageFailed(self.failure(stage, code, missing, log))
         self.say(f"{stage.name}: done in {record.seconds:.0f} s")
@@ -257,11 +262,9 @@ class Child:
         stream = self.process.stdout
         assert stream is not None
         while piece := os.read(stream.fileno(), 1 << 16):
-            try:
+            with contextlib.suppress(OSError):  # a full disk ends the stage, not its copy on the screen
                 self.log.write(piece)
                 self.log.flush()
-            except OSError:  # a full disk ends the stage, not its copy on the screen
-                pass
             sys.stderr.write(piece.decode("utf-8", "replace"))
             sys.stderr.flush()
 
@@ -290,7 +293,5 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self.process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                pass

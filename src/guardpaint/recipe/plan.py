@@ -68,7 +68,9 @@ def table(engine: Engine, stages: Sequence[Stage]) -> Table:
     """One row per stage, and one for all."""
     shown = Table(title=f"{engine.recipe.name} in {engine.recipe.out}", show_lines=False, title_justify="left")
     for column in ("stage", "state", "downloads", "disk GB", "hours", "memory GB", "rests on"):
-        shown.add_column(column, overflow="fold", justify="right" if column[-1] in "BS" or column == "hours" else "left")
+        shown.add_column(
+            column, overflow="fold", justify="right" if column[-1] in "BS" or column == "hours" else "left"
+        )
     seen: set[HubModel] = set()
     for stage in stages:
         record = engine.ledger.read(stage)

@@ -1,4 +1,4 @@
-"""Runs a whole recipe in minutes: small random models for its hub ids, local photographs for its corpora, small budgets.
+"""Runs a whole recipe in minutes: small random models for hub ids, local photographs for corpora, small budgets.
 
 guardpaint recipe rehearse recipes/paper.yaml --out runs/rehearsal
 
@@ -8,6 +8,7 @@ about the quality of what is trained.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from guardpaint.recipe.ledger import DONE
 from guardpaint.recipe.opening import located
 from guardpaint.recipe.spec import HubModel, Override
 from guardpaint.store.checkpoint import read_json, short_hash, write_atomic, write_json
+from guardpaint.store.rows import append_rows
 
 KEYS = ("about", "models", "values", "stages", "testbed")
 WITHOUT = Path(__file__).parent / "without"
@@ -78,9 +80,22 @@ def run(
 def write(found: Rehearsal, path: Path) -> Path:
     """Write the report as JSON, and as Markdown beside it; returns the Markdown file."""
     write_json(path, asdict(found))
-    lines = [f"# Rehearsal of {found.recipe}", "", found.sentence(), "", "| stage | status | s | GB |", "|---|---|---|---|"]
+    lines = [
+        f"# Rehearsal of {found.recipe}",
+        "",
+        found.sentence(),
+        "",
+        "| stage | status | s | GB |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {r['stage']} | {r['status']} | {r['seconds']} | {r['memory_gb']} |" for r in found.stages]
-    lines += ["", "## Settings that differ from the recipe", "", "| stage | setting | paper | rehearsal |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Settings that differ from the recipe",
+        "",
+        "| stage | setting | paper | rehearsal |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {o.stage} | {o.setting} | {cell(o.paper)} | {cell(o.rehearsal)} |" for o in found.overrides]
     page = path.with_suffix(".md")
     write_atomic(page, ("\n".join(lines) + "\n").encode())
@@ -183,7 +198,9 @@ def hands(sources: Path) -> Hands:
     """What stands in for a person: labels by folder, and approval of every pair."""
 
     def reference(out: Path) -> None:
-        shutil.copyfile(sources / "reference.csv", out / "reference.csv")
+        with (sources / "reference.csv").open(newline="", encoding="utf-8") as file:
+            rows = [{"labeller": "folders", **row} for row in csv.DictReader(file)]
+        append_rows(out / "reference.jsonl", rows)
 
     def approvals(out: Path) -> None:
         from guardpaint.data.pairs import PairStore
@@ -248,7 +265,7 @@ class Break:
         """Whether the consumer failed and named the file or its folder."""
         plain = [part for part in self.output.split("/") if "*" not in part]
         stem = self.output.rsplit("/", 1)[-1].split("*")[0]
-        return self.exit != 0 and (plain[-1] in self.message or bool(stem) and stem in self.message)
+        return self.exit != 0 and (plain[-1] in self.message or (bool(stem) and stem in self.message))
 
 
 def break_chain(

@@ -176,7 +176,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     for entry in data.get("stages") or ():
         unknown = set(entry) - set(STAGE_KEYS)
         if "name" not in entry or unknown:
-            raise BadConfig(f"{path}: a stage has {', '.join(STAGE_KEYS)}; not {', '.join(sorted(unknown)) or 'a name'}")
+            raise BadConfig(
+                f"{path}: a stage has {', '.join(STAGE_KEYS)}; not {', '.join(sorted(unknown)) or 'a name'}"
+            )
         if entry["name"] in stages:
             raise BadConfig(f"{path}: two stages are named {entry['name']}")
         if sum(key in entry for key in ("command", "train", "hand")) != 1:

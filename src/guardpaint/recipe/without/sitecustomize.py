@@ -28,7 +28,9 @@ if HIDDEN:
     def entry_points(**choice: Any) -> importlib.metadata.EntryPoints:
         """The entry points of all packages but the hidden ones."""
         points = found(**choice)
-        return importlib.metadata.EntryPoints(p for p in points if p.value.partition(".")[0].partition(":")[0] not in HIDDEN)
+        return importlib.metadata.EntryPoints(
+            p for p in points if p.value.partition(".")[0].partition(":")[0] not in HIDDEN
+        )
 
     sys.meta_path.insert(0, Hidden())  # type: ignore[arg-type]
     importlib.metadata.entry_points = entry_points
