@@ -24,6 +24,7 @@ from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import read_json, write_json, write_tensors
 from guardpaint.store.progress import bar
 from guardpaint.store.seeds import derive
+from guardpaint.train.interrupts import finishing_the_step
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ def fit(
     """Train until the last step or for `run.minutes`, resuming from `run.out`; returns the model with EMA weights.
 
     Under `accelerate launch` every process takes its own batches and the first one writes the files. With `validate`,
-    the EMA weights with the highest `score` are returned, and training stops when `config.patience` runs out.
+    the EMA weights with the highest `score` are returned, and training stops when `config.patience` runs out. Ctrl-C
+    finishes the running step and writes a checkpoint before it raises KeyboardInterrupt.
     """
     out = run.out
     torch.set_num_threads(config.threads)
@@ -219,7 +221,10 @@ def fit(
     model.train()
     started = saved = sampled = time.monotonic()
     log: list[dict[str, float]] = []
-    with bar(out.name, config.steps, quiet=run.quiet or not main, done=step) as advance:
+    with (
+        finishing_the_step() as interrupt,
+        bar(out.name, config.steps, quiet=run.quiet or not main, done=step) as advance,
+    ):
         while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
                 group["lr"] = config.rate(step)
@@ -258,7 +263,7 @@ def fit(
                     metrics = validate(smooth)
                 accelerator.log(metrics, step)
                 best.offer(out, step, metrics, ema)
-            over = run.minutes is not None and now - started > 60 * run.minutes
+            over = interrupt.pressed or (run.minutes is not None and now - started > 60 * run.minutes)
             stop = agreed(accelerator, over or best.exhausted(config))
             last = stop or step == config.steps
             if main and (now - saved > 60 * config.checkpoint_minutes or last):

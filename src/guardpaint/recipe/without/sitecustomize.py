@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = frozenset(filter(None, os.environ.get("GUARDPAINT_WITHOUT", "").split(",")))
@@ -23,14 +24,11 @@ class Hidden:
 
 
 if HIDDEN:
-    found = importlib.metadata.entry_points
+    found = importlib.metadata.distributions
 
-    def entry_points(**choice: Any) -> importlib.metadata.EntryPoints:
-        """The entry points of all packages but the hidden ones."""
-        points = found(**choice)
-        return importlib.metadata.EntryPoints(
-            p for p in points if p.value.partition(".")[0].partition(":")[0] not in HIDDEN
-        )
+    def distributions(**choice: Any) -> Iterator[importlib.metadata.Distribution]:
+        """All installed packages but the hidden ones; `entry_points` looks through these."""
+        return (d for d in found(**choice) if d.name.replace("-", "_") not in HIDDEN)
 
     sys.meta_path.insert(0, Hidden())  # type: ignore[arg-type]
-    importlib.metadata.entry_points = entry_points
+    importlib.metadata.distributions = distributions  # type: ignore[assignment]
