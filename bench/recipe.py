@@ -47,7 +47,9 @@ def metrics_of(rows: Sequence[dict[str, Any]], found: Rehearsal) -> dict[str, An
     for kind in ("engine", "command"):
         own = [r["detected"] for r in rows if r["kind"] == kind]
         if own:
-            share[kind] = metric(sum(own), len(own), goal=f">={len(own)}", note=f"outputs taken away, noticed by the {kind}")
+            share[kind] = metric(
+                sum(own), len(own), goal=f">={len(own)}", note=f"outputs taken away, noticed by the {kind}"
+            )
     left = ", ".join(found.not_rehearsed) or "none"
     return {
         "stages_run": metric(len(done), len(stages), goal=f">={len(stages)}", note=f"not rehearsed: {left}"),
