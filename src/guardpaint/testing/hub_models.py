@@ -14,6 +14,7 @@ from guardpaint.testing.small_detectors import SIDE
 RESNET_STEM, RESNET_STAGES, RESNET_DEPTHS = 16, (16, 32, 64, 128), (1, 1, 1, 1)
 """Channels and blocks of the stand-in for ResNet-101, which has 64, (256, 512, 1024, 2048) and (3, 4, 23, 3)."""
 IMAGENET_CLASSES = 1000
+WHOLE_WORDS = ("cloud", "river", "lantern", "meadow", "feather", "bottle", "garden", "window")
 WORDS = 128
 """Most tokens of a text for BLIP."""
 
@@ -32,14 +33,31 @@ def resnet() -> tuple[Any, Any]:
     return ResNetForImageClassification(config).eval(), ConvNextImageProcessorPil(size={"shortest_edge": 224})
 
 
+def worded_tokenizer() -> Any:
+    """A CLIPTokenizer over single bytes and a few whole words, which attacks on a vocabulary need."""
+    from transformers import CLIPTokenizer
+
+    vocab, merges = dict(clip_tokenizer().get_vocab()), []
+    for word in WHOLE_WORDS:
+        pieces = [*word[:-1], f"{word[-1]}</w>"]
+        for i in range(1, len(pieces)):
+            left = "".join(pieces[:i])
+            merges.append((left, pieces[i]))
+            vocab.setdefault(left + pieces[i], len(vocab))
+    return CLIPTokenizer(
+        vocab=vocab, merges=list(dict.fromkeys(merges)), model_max_length=77, pad_token="<|endoftext|>"
+    )
+
+
 def clip() -> tuple[Any, Any]:
     """A CLIP that reads 77 tokens."""
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
-    text = {**small_detectors.text_shape(), "max_position_embeddings": 77}
+    words = worded_tokenizer()
+    text = {**small_detectors.text_shape(), "max_position_embeddings": 77, "vocab_size": len(words)}
     config = CLIPConfig(text_config=text, vision_config=small_detectors.vision_shape(), projection_dim=24)
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    return CLIPModel(config).eval(), CLIPProcessor(image_processor=images, tokenizer=clip_tokenizer())
+    return CLIPModel(config).eval(), CLIPProcessor(image_processor=images, tokenizer=words)
 
 
 def blip() -> tuple[Any, Any]:
