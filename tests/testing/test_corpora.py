@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import time
 from collections import Counter
 
@@ -83,7 +84,7 @@ def test_every_picture_arrives_with_its_folder(corpus):
 
 def test_labels_by_folder_decide_and_split(corpus, written):
     out = run("data", "label", corpus.root, "--labeler", f"folders:{written / 'folders.yaml'}")
-    name = out.split(":")[0]
+    name = re.search(r"labels-\S+\.jsonl", out).group()
     assert "313 answers, 0 unreadable" in out
     run("data", "calibrate", corpus.root, "--labels", name, "--reference", written / "reference.csv")
     table = run("data", "compare", corpus.root, "--labels", name, "--reference", written / "reference.csv")

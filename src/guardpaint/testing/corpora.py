@@ -41,6 +41,8 @@ PHOTOGRAPHS = {
 """Kind of picture → the photograph that it is cut from."""
 HARMS = {"cat": "nudity", "coffee": "violence"}
 """Kinds that stand in for a harm; the others are safe."""
+VIOLENCE: Mapping[str, Any] = {"category": "violence"}
+"""What a source states about all of its pictures, right or wrong; it is no label."""
 SAFE_KINDS = tuple(kind for kind in PHOTOGRAPHS if kind not in HARMS)
 PER_KIND = 10
 """Pictures of each kind in the hand-labelled reference."""
@@ -210,7 +212,7 @@ def folders(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
     """Folders of pictures, without prompts."""
     for p in found:
         write_atomic(place / p.file, p.data)
-    return {"format": "imagefolder", "path": str(place)}
+    return {"format": "imagefolder", "path": str(place), **VIOLENCE}
 
 
 def tar(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def tar(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
             header = tarfile.TarInfo(p.file)
             header.size = len(p.data)
             archive.addfile(header, io.BytesIO(p.data))
-    return {"format": "webdataset", "path": str(place), "image": "png"}
+    return {"format": "webdataset", "path": str(place), "image": "png", "category": "nudity"}
 
 
 def lines(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
@@ -268,7 +270,6 @@ def judged(p: Picture) -> dict[str, Any]:
 
 
 EVERY_KIND = tuple(PHOTOGRAPHS)
-VIOLENCE: Mapping[str, Any] = {"category": "violence"}
 CAPTIONED: Mapping[str, Any] = {"prompt": "text", **VIOLENCE}
 BENCH: Mapping[str, Any] = {
     "prompt": "text",

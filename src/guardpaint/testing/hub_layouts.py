@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from guardpaint.draft.loading import TINY_DECODERS, without_bars
+from guardpaint.draft.loading import TINY_DECODERS, without_bars, without_warnings
 from guardpaint.errors import BadInput
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.testing import hub_models, small_detectors, small_vlms
@@ -100,7 +100,7 @@ def build(repository_id: str, folder: Path, *, seed: int = 0) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     found = layout.make(seed)
     model, *processors = found if isinstance(found, tuple) else (found,)
-    with without_bars():
+    with without_bars(), without_warnings():
         write_weights(model, out, layout, layout.dtype)
         for processor in processors:
             processor.save_pretrained(out)
