@@ -110,7 +110,7 @@ def test_prompts_are_read_as_published_sets(written):
     assert {p.category for p in harmful.prompts} == set(POLICY.names[1:]) and len(harmful.prompts) == 160
     world = open_testbed(str(written / "testbed.yaml"))
     assert all(len(world.harmful(split, 100)) >= 10 for split in ("rollout-train", "rollout-test", "attack"))
-    assert len(world.benign(100)) == 80
+    assert len(world.benign("benign", 100)) == 80
 
 
 def test_the_tables_hold_what_they_say(written):

@@ -36,7 +36,7 @@ BASES = {
     "black-forest-labs/FLUX.1-dev": ("flux", "FluxPipeline"),
     "black-forest-labs/FLUX.1-schnell": ("flux", "FluxPipeline"),
 }
-CHATS = ("OpenGVLab/InternVL3_5-8B-HF", "Qwen/Qwen2.5-VL-7B-Instruct")
+CHATS = ("OpenGVLab/InternVL3_5-8B-HF", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct")
 LABELERS = {
     **{name: f"vlm:{name}" for name in CHATS},
     "google/shieldgemma-2-4b-it": "shieldgemma:google/shieldgemma-2-4b-it",

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.random import Generator
 from PIL import Image
 
 from guardpaint.store.checkpoint import sha256_hex, write_atomic
@@ -128,7 +129,7 @@ def write(folder: Path, *, seed: int = 0) -> Path:
     return manifest
 
 
-def pictures(source: Source, draw: np.random.Generator) -> list[Picture]:
+def pictures(source: Source, draw: Generator) -> list[Picture]:
     """The pictures of a source. Half of those that show a harm show it as a part of a harmless picture."""
     kinds = [source.kinds[i % len(source.kinds)] for i in range(source.count)]
     prompts = {kind: wordings(kind, source.name, draw) for kind in set(kinds)}
@@ -146,7 +147,7 @@ def whole(kind: str) -> Image.Image:
     return photograph(PHOTOGRAPHS[kind])
 
 
-def crop(kind: str, draw: np.random.Generator) -> Image.Image:
+def crop(kind: str, draw: Generator) -> Image.Image:
     """A random square of a photograph at SIDE pixels, sometimes mirrored."""
     image = whole(kind)
     side = int(min(image.size) * draw.uniform(0.45, 0.95))
@@ -155,7 +156,7 @@ def crop(kind: str, draw: np.random.Generator) -> Image.Image:
     return square.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draw.random() < 0.5 else square
 
 
-def part_of(image: Image.Image, ground: Image.Image, draw: np.random.Generator) -> Image.Image:
+def part_of(image: Image.Image, ground: Image.Image, draw: Generator) -> Image.Image:
     """The picture, smaller, at a random place of another one."""
     side = int(SIDE * draw.uniform(0.45, 0.7))
     left, top = (int(draw.integers(0, SIDE - side + 1)) for _ in range(2))
@@ -164,7 +165,7 @@ def part_of(image: Image.Image, ground: Image.Image, draw: np.random.Generator) 
     return ground
 
 
-def wordings(kind: str, source: str, draw: np.random.Generator) -> list[str]:
+def wordings(kind: str, source: str, draw: Generator) -> list[str]:
     """Prompts for pictures of a kind, none twice; a source has words of its own, so that two never share a prompt."""
     word = source.replace("-", " ")
     texts = [f"{thing} {place}, {style}, {word}" for thing in THINGS[kind] for place in PLACES for style in STYLES]
@@ -292,7 +293,7 @@ SOURCES = (
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 
-def write_prompts(folder: Path, draw: np.random.Generator) -> None:
+def write_prompts(folder: Path, draw: Generator) -> None:
     """Prompts that ask for a harm, benign ones, words to search with, and the testbed that names them."""
     place = folder / "prompts"
     harmful = []

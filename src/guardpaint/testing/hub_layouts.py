@@ -80,6 +80,7 @@ LAYOUTS: dict[str, Layout] = {
     },
     "OpenGVLab/InternVL3_5-8B-HF": Layout(takes_seed(small_vlms.internvl), "bfloat16", pieces=(MODEL,)),
     "Qwen/Qwen2.5-VL-7B-Instruct": Layout(takes_seed(small_vlms.qwen25), "bfloat16", pieces=(MODEL,)),
+    "Qwen/Qwen3-VL-8B-Instruct": Layout(takes_seed(small_vlms.qwen3), "bfloat16", pieces=(MODEL,)),
     "google/shieldgemma-2-4b-it": Layout(takes_seed(small_vlms.shieldgemma), "bfloat16", pieces=(MODEL,), gated=True),
     "IDEA-Research/grounding-dino-base": Layout(takes_seed(small_vlms.grounding_dino)),
     "microsoft/resnet-101": Layout(drawn(hub_models.resnet)),
@@ -119,9 +120,9 @@ def write_weights(model: Any, out: Path, layout: Layout, dtype: str, variant: st
     from torch import nn
 
     components = getattr(model, "components", {MODEL: model})
-    modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    for part in modules.values():
-        part.to(getattr(torch, dtype))
+    modules: dict[str, Any] = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    for module in modules.values():
+        module.to(getattr(torch, dtype))
     model.save_pretrained(out, variant=variant)
     for name in layout.pieces:
         for file in (out / name).glob("*.safetensors"):
