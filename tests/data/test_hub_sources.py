@@ -32,7 +32,7 @@ def refusing():
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_HEAD = do_GET = do_POST = refuse  # noqa: N815
+        do_HEAD = do_GET = do_POST = refuse
 
         def log_message(self, *args):
             pass

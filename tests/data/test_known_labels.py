@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -52,6 +53,10 @@ def run(*args, code=0, **environment):
     return result.output
 
 
+def labels_file(output):
+    return re.search(r"labels-\S+\.jsonl", output).group()
+
+
 def test_the_innermost_folder_in_the_map_is_the_label(labelled, tmp_path):
     corpus = ingested(tmp_path, path=str(labelled), format="imagefolder")
     assert {e.columns()["file"] for e in corpus} >= {"cats/0.png", "safe/other/5.png"}
@@ -59,7 +64,7 @@ def test_the_innermost_folder_in_the_map_is_the_label(labelled, tmp_path):
     out = run("data", "label", corpus.root, "--labeler", f"folders:{rules}")
     assert "6 answers, 2 unreadable (33.3%: 2 × no folder of s on its path is in the map)" in out
     assert "never taken for safe" in out
-    rows = {r["key"]: r["scores"] for r in corpus.lines(out.split(":")[0])}
+    rows = {r["key"]: r["scores"] for r in corpus.lines(labels_file(out))}
     found = {e.columns()["file"]: rows[e.key] for e in corpus}
     nude, safe = {"safe": 0.0, "nudity": 1.0, "violence": 0.0}, {"safe": 1.0, "nudity": 0.0, "violence": 0.0}
     assert found == {
@@ -71,7 +76,7 @@ def test_the_innermost_folder_in_the_map_is_the_label(labelled, tmp_path):
 def test_another_map_is_another_labels_file(labelled, tmp_path):
     corpus = ingested(tmp_path, path=str(labelled), format="imagefolder")
     first, second = (
-        run("data", "label", corpus.root, "--labeler", f"folders:{mapping(tmp_path, text)}").split(":")[0]
+        labels_file(run("data", "label", corpus.root, "--labeler", f"folders:{mapping(tmp_path, text)}"))
         for text in ("cats: nudity\ndogs: safe\nsafe: safe\n", "cats: violence\ndogs: [nudity, violence]\nsafe: safe\n")
     )
     assert first != second and len(corpus.lines(first)) == len(corpus.lines(second)) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import time
 from collections import Counter
 
@@ -83,7 +84,7 @@ def test_every_picture_arrives_with_its_folder(corpus):
 
 def test_labels_by_folder_decide_and_split(corpus, written):
     out = run("data", "label", corpus.root, "--labeler", f"folders:{written / 'folders.yaml'}")
-    name = out.split(":")[0]
+    name = re.search(r"labels-\S+\.jsonl", out).group()
     assert "313 answers, 0 unreadable" in out
     run("data", "calibrate", corpus.root, "--labels", name, "--reference", written / "reference.csv")
     table = run("data", "compare", corpus.root, "--labels", name, "--reference", written / "reference.csv")
@@ -109,7 +110,7 @@ def test_prompts_are_read_as_published_sets(written):
     assert {p.category for p in harmful.prompts} == set(POLICY.names[1:]) and len(harmful.prompts) == 160
     world = open_testbed(str(written / "testbed.yaml"))
     assert all(len(world.harmful(split, 100)) >= 10 for split in ("rollout-train", "rollout-test", "attack"))
-    assert len(world.benign(100)) == 80
+    assert len(world.benign("benign", 100)) == 80
 
 
 def test_the_tables_hold_what_they_say(written):

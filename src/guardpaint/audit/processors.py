@@ -28,7 +28,7 @@ def chat_processor(folder: Path) -> Any:
 def pictures_only(processor: Any) -> Any:
     """A processor class without its video part. It keeps its name, which is written into saved folders."""
 
-    class Pictures(processor):  # type: ignore[misc]
+    class Pictures(processor):
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != VIDEO]

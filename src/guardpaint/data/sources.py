@@ -134,8 +134,8 @@ def stream(
         yield from open_dataset(name or None).rows(split, skip)
         return
     try:
+        from datasets import ClassLabel, load_dataset
         from datasets import Image as ImageColumn
-        from datasets import load_dataset
     except ImportError as error:
         raise BadInput("reading datasets needs the `datasets` library: pip install 'guardpaint[data]'") from error
     source.check_place()
@@ -148,7 +148,8 @@ def stream(
             data = load_dataset(builder, **where, split="train", streaming=True)
         if isinstance((data.features or {}).get(source.image), ImageColumn):
             data = data.cast_column(source.image, ImageColumn(decode=False))
-        classes = {c: f.names for c in source.keep if hasattr(f := (data.features or {}).get(c), "names")}
+        kept = {c: (data.features or {}).get(c) for c in source.keep}
+        classes = {c: feature.names for c, feature in kept.items() if isinstance(feature, ClassLabel)}
         for row in data.skip(skip):
             yield {**row, **{c: names[row[c]] for c, names in classes.items() if row[c] is not None and row[c] >= 0}}
     except BadInput:

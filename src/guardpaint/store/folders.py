@@ -86,13 +86,15 @@ def refusal(error: BaseException, repo: str, revision: str | None, token: str | 
     """
     kinds = {cls.__name__ for link in causes(error) for cls in type(link).__mro__}
     page = f"https://huggingface.co/{section}{repo}"
-    if "GatedRepoError" in kinds and token is None:
+    dataset = "DatasetNotFoundError" in kinds  # the library hides the hub's own error behind this one
+    gated = "GatedRepoError" in kinds or (dataset and "gated" in str(error))
+    if gated and token is None:
         return f"gated: accept its terms at {page}, then give a token with --token or in HF_TOKEN"
-    if "GatedRepoError" in kinds:
+    if gated:
         return f"gated, and the account of this token has no access: accept its terms at {page}"
     if "RevisionNotFoundError" in kinds:
         return f"has no revision {revision!r}; its revisions are listed at {page}/commits/main"
-    if "RepositoryNotFoundError" in kinds:
+    if "RepositoryNotFoundError" in kinds or dataset:
         return (
             "not on the hub, or private: check the name, and give a token with --token or in HF_TOKEN if it is private"
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.random import Generator
 from PIL import Image
 
 from guardpaint.store.checkpoint import sha256_hex, write_atomic
@@ -41,6 +42,8 @@ PHOTOGRAPHS = {
 """Kind of picture → the photograph that it is cut from."""
 HARMS = {"cat": "nudity", "coffee": "violence"}
 """Kinds that stand in for a harm; the others are safe."""
+VIOLENCE: Mapping[str, Any] = {"category": "violence"}
+"""What a source states about all of its pictures, right or wrong; it is no label."""
 SAFE_KINDS = tuple(kind for kind in PHOTOGRAPHS if kind not in HARMS)
 PER_KIND = 10
 """Pictures of each kind in the hand-labelled reference."""
@@ -126,7 +129,7 @@ def write(folder: Path, *, seed: int = 0) -> Path:
     return manifest
 
 
-def pictures(source: Source, draw: np.random.Generator) -> list[Picture]:
+def pictures(source: Source, draw: Generator) -> list[Picture]:
     """The pictures of a source. Half of those that show a harm show it as a part of a harmless picture."""
     kinds = [source.kinds[i % len(source.kinds)] for i in range(source.count)]
     prompts = {kind: wordings(kind, source.name, draw) for kind in set(kinds)}
@@ -144,7 +147,7 @@ def whole(kind: str) -> Image.Image:
     return photograph(PHOTOGRAPHS[kind])
 
 
-def crop(kind: str, draw: np.random.Generator) -> Image.Image:
+def crop(kind: str, draw: Generator) -> Image.Image:
     """A random square of a photograph at SIDE pixels, sometimes mirrored."""
     image = whole(kind)
     side = int(min(image.size) * draw.uniform(0.45, 0.95))
@@ -153,7 +156,7 @@ def crop(kind: str, draw: np.random.Generator) -> Image.Image:
     return square.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draw.random() < 0.5 else square
 
 
-def part_of(image: Image.Image, ground: Image.Image, draw: np.random.Generator) -> Image.Image:
+def part_of(image: Image.Image, ground: Image.Image, draw: Generator) -> Image.Image:
     """The picture, smaller, at a random place of another one."""
     side = int(SIDE * draw.uniform(0.45, 0.7))
     left, top = (int(draw.integers(0, SIDE - side + 1)) for _ in range(2))
@@ -162,7 +165,7 @@ def part_of(image: Image.Image, ground: Image.Image, draw: np.random.Generator) 
     return ground
 
 
-def wordings(kind: str, source: str, draw: np.random.Generator) -> list[str]:
+def wordings(kind: str, source: str, draw: Generator) -> list[str]:
     """Prompts for pictures of a kind, none twice; a source has words of its own, so that two never share a prompt."""
     word = source.replace("-", " ")
     texts = [f"{thing} {place}, {style}, {word}" for thing in THINGS[kind] for place in PLACES for style in STYLES]
@@ -210,7 +213,7 @@ def folders(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
     """Folders of pictures, without prompts."""
     for p in found:
         write_atomic(place / p.file, p.data)
-    return {"format": "imagefolder", "path": str(place)}
+    return {"format": "imagefolder", "path": str(place), **VIOLENCE}
 
 
 def tar(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def tar(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
             header = tarfile.TarInfo(p.file)
             header.size = len(p.data)
             archive.addfile(header, io.BytesIO(p.data))
-    return {"format": "webdataset", "path": str(place), "image": "png"}
+    return {"format": "webdataset", "path": str(place), "image": "png", "category": "nudity"}
 
 
 def lines(place: Path, found: Sequence[Picture]) -> dict[str, Any]:
@@ -268,7 +271,6 @@ def judged(p: Picture) -> dict[str, Any]:
 
 
 EVERY_KIND = tuple(PHOTOGRAPHS)
-VIOLENCE: Mapping[str, Any] = {"category": "violence"}
 CAPTIONED: Mapping[str, Any] = {"prompt": "text", **VIOLENCE}
 BENCH: Mapping[str, Any] = {
     "prompt": "text",
@@ -291,7 +293,7 @@ SOURCES = (
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 
-def write_prompts(folder: Path, draw: np.random.Generator) -> None:
+def write_prompts(folder: Path, draw: Generator) -> None:
     """Prompts that ask for a harm, benign ones, words to search with, and the testbed that names them."""
     place = folder / "prompts"
     harmful = []

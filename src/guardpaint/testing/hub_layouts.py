@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from guardpaint.draft.loading import TINY_DECODERS, without_bars
+from guardpaint.draft.loading import TINY_DECODERS, without_bars, without_warnings
 from guardpaint.errors import BadInput
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.testing import hub_models, small_detectors, small_vlms
@@ -80,6 +80,7 @@ LAYOUTS: dict[str, Layout] = {
     },
     "OpenGVLab/InternVL3_5-8B-HF": Layout(takes_seed(small_vlms.internvl), "bfloat16", pieces=(MODEL,)),
     "Qwen/Qwen2.5-VL-7B-Instruct": Layout(takes_seed(small_vlms.qwen25), "bfloat16", pieces=(MODEL,)),
+    "Qwen/Qwen3-VL-8B-Instruct": Layout(takes_seed(small_vlms.qwen3), "bfloat16", pieces=(MODEL,)),
     "google/shieldgemma-2-4b-it": Layout(takes_seed(small_vlms.shieldgemma), "bfloat16", pieces=(MODEL,), gated=True),
     "IDEA-Research/grounding-dino-base": Layout(takes_seed(small_vlms.grounding_dino)),
     "microsoft/resnet-101": Layout(drawn(hub_models.resnet)),
@@ -100,7 +101,7 @@ def build(repository_id: str, folder: Path, *, seed: int = 0) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     found = layout.make(seed)
     model, *processors = found if isinstance(found, tuple) else (found,)
-    with without_bars():
+    with without_bars(), without_warnings():
         write_weights(model, out, layout, layout.dtype)
         for processor in processors:
             processor.save_pretrained(out)
@@ -119,9 +120,9 @@ def write_weights(model: Any, out: Path, layout: Layout, dtype: str, variant: st
     from torch import nn
 
     components = getattr(model, "components", {MODEL: model})
-    modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    for part in modules.values():
-        part.to(getattr(torch, dtype))
+    modules: dict[str, Any] = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    for module in modules.values():
+        module.to(getattr(torch, dtype))
     model.save_pretrained(out, variant=variant)
     for name in layout.pieces:
         for file in (out / name).glob("*.safetensors"):

@@ -72,6 +72,10 @@ def tokenizer(*special: str, **names: str) -> Any:
     return fast
 
 
+LOUD = {"initializer_range": 0.3}
+"""Wide enough weights that what a random model says depends on the picture."""
+
+
 def text_config(vocab: int, **more: Any) -> dict[str, Any]:
     shape: dict[str, Any] = {
         "vocab_size": vocab,
@@ -89,33 +93,55 @@ def text_config(vocab: int, **more: Any) -> dict[str, Any]:
     return {**shape, **more}
 
 
+QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+def qwen_parts(processor_class: Any) -> tuple[Any, dict[str, int]]:
+    """The processor of a Qwen-VL, and the ids of its special tokens as its configuration names them."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    words = tokenizer(*QWEN)
+    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 4096})
+    template = TEMPLATE.replace("%s", "<|vision_start|><|image_pad|><|vision_end|>")
+    processor = pictures_only(processor_class)(image_processor=images, tokenizer=words, chat_template=template)
+    return processor, dict(zip(keys, words.convert_tokens_to_ids(list(QWEN)), strict=True))
+
+
 @seeded
 def qwen25() -> Pair:
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessorPil,
-    )
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-    words = tokenizer("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    ids = {
-        n: words.convert_tokens_to_ids(n)
-        for n in ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    }
+    processor, ids = qwen_parts(Qwen2_5_VLProcessor)
     config = Qwen2_5_VLConfig(
-        text_config=text_config(len(words), rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}),
+        text_config=text_config(
+            len(processor.tokenizer), rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}, **LOUD
+        ),
         vision_config={
             "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
             "patch_size": 8, "spatial_merge_size": 2, "fullatt_block_indexes": [0], "window_size": 32,
         },
-        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        **ids,
     )  # fmt: skip
-    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 4096})
-    template = TEMPLATE.replace("%s", "<|vision_start|><|image_pad|><|vision_end|>")
-    processor = pictures_only(Qwen2_5_VLProcessor)(image_processor=images, tokenizer=words, chat_template=template)
     return Qwen2_5_VLForConditionalGeneration(config), processor
+
+
+@seeded
+def qwen3() -> Pair:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+
+    processor, ids = qwen_parts(Qwen3VLProcessor)
+    config = Qwen3VLConfig(
+        text_config=text_config(
+            len(processor.tokenizer), rope_scaling={"rope_type": "default", "mrope_section": [2, 1, 1]}, **LOUD
+        ),
+        vision_config={
+            "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+            "patch_size": 8, "spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
+        },
+        **ids,
+    )  # fmt: skip
+    return Qwen3VLForConditionalGeneration(config), processor
 
 
 @seeded
@@ -171,8 +197,8 @@ def internvl() -> Pair:
     return InternVLForConditionalGeneration(config), processor
 
 
-CHAT: dict[str, Callable[..., Pair]] = {"qwen2.5-vl": qwen25, "llava": llava, "internvl": internvl}
-"""LlavaGuard is a Llava model, Qwen3-VL and InternVL 3.5 go through the same two calls."""
+CHAT: dict[str, Callable[..., Pair]] = {"qwen2.5-vl": qwen25, "qwen3-vl": qwen3, "llava": llava, "internvl": internvl}
+"""LlavaGuard is a Llava model."""
 
 
 @seeded
