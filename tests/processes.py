@@ -1,7 +1,7 @@
 """One of two processes that hold half a batch each.
 
 python processes.py RANK FOLDER                     writes its means to FOLDER
-accelerate launch … processes.py fit FOLDER         trains a line on losses in two parts, and writes its weights
+torchrun … processes.py fit FOLDER                  trains a line on losses in two parts, and writes its weights
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from guardpaint.train import alignment_loss as L
 from guardpaint.train.alignment_batch import over_processes
-from guardpaint.train.engine import Run, TrainConfig, fit
+from guardpaint.train.engine import Run, TrainConfig, fit, processes
 
 GAINS = torch.tensor([0.2, -0.5, 0.0, 0.1, 0.4, -0.1, 0.2, 0.05])
 DESIRED = torch.tensor([True, False] * 4)
@@ -47,9 +47,7 @@ def trained(folder: Path, halves: int) -> nn.Module:
 
 
 def train(folder: Path) -> None:
-    from accelerate import PartialState
-
-    state = PartialState()
+    state = processes()
     line = trained(folder / "two", state.num_processes)
     torch.save((state.num_processes, line.state_dict()), folder / f"{state.process_index}.pt")
 

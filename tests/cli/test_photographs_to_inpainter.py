@@ -126,7 +126,12 @@ def test_the_commands_of_the_docs(home):
     for stage in ("sft", "bco", "kto", "kto-printed"):
         out = home / "run" / stage
         card = json.loads((out / "model/card.json").read_text())
-        assert card["categories"] == list(POLICY.names) and card["method"]["weights"] == [2.0, 3.0, 4.0, 5.0]
+        assert card["trained_on"]["categories"] == list(POLICY.names) and card["method"]["weights"] == [
+            2.0,
+            3.0,
+            4.0,
+            5.0,
+        ]
         assert card["method"]["mixture"] == [6, 2, 2, 2]
         for name in ("dynamics.png", "dynamics.csv", "activations.png", "watch.csv"):
             assert (out / name).stat().st_size > 0, (stage, name)
@@ -143,7 +148,8 @@ def test_the_commands_of_the_docs(home):
         "train", "stage", "sft", "--config", home / "sft.yaml", "--out", home / "one", "--set",
         f"inpainter={inpainter}", "--set", f"pairs={pairs}", "--set", f"policy={home / 'heavier.yaml'}",
     )  # fmt: skip
-    assert json.loads((home / "one/model/card.json").read_text())["method"]["weights"] == [9.0] * 4
+    card = json.loads((home / "one/model/card.json").read_text())
+    assert card["method"]["weights"] == [9.0] * 4 and f"--set policy={home / 'heavier.yaml'}" in card["command"]
 
 
 def test_half_precision_is_read_with_and_without_variant(home, tmp_path):

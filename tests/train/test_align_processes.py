@@ -24,7 +24,13 @@ TESTS = Path(__file__).parents[1]
 
 def environment():
     path = os.pathsep.join([str(TESTS), *sys.path])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+    }
 
 
 def test_two_processes_have_the_means_and_the_cap_of_the_whole_batch(tmp_path):
@@ -41,8 +47,7 @@ def test_two_processes_have_the_means_and_the_cap_of_the_whole_batch(tmp_path):
         assert found["identity"] == pytest.approx(float(GAINS.abs().mean()))
 
 
-LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-          "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def test_losses_in_parts_leave_two_processes_with_one_model(tmp_path):
@@ -81,6 +86,7 @@ def test_a_run_under_accelerate(tmp_path, method):
         assert done.returncode == 0, done.stderr[-3000:]
         assert (out / "model").exists() == (not more)
     assert done.stdout.count("saved to") == 1
+    assert json.loads((out / "model/card.json").read_text())["trained_on"]["processes"] == 2
     assert len((out / "loss.csv").read_text().splitlines()) == 4 == len((out / "watch.csv").read_text().splitlines())
     assert json.loads((out / "run.json").read_text())["step"] == 3
     weights = torch.load(out / "state.pt", weights_only=True)["model"]

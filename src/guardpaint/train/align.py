@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ from guardpaint.train.aligner import Aligner
 from guardpaint.train.alignment_batch import AlignmentBatch
 from guardpaint.train.alignment_config import AlignConfig, shares
 from guardpaint.train.alignment_watch import AlignmentWatch
-from guardpaint.train.engine import LOG, Run, TrainConfig, finished, fit, load_config, write_card
+from guardpaint.train.engine import LOG, Run, TrainConfig, finished, fit, load_config, processes, write_card
 from guardpaint.train.latents import tokenise
 from guardpaint.train.memory import estimate, report
 from guardpaint.train.pair_latents import PairLatents, leaked, load_pairs, policy_of
@@ -97,7 +96,7 @@ def check_categories(pairs: PairLatents, config: AlignConfig, names: tuple[str, 
         )
 
 
-def run(run: Run, method: str, inpainter: str, pairs_dir: Path, policy: Policy | None = None) -> None:
+def run(run: Run, method: str, inpainter: str, pairs_dir: Path, policy_file: Path | None = None) -> None:
     """Train one stage; save the merged pipeline, the LoRA and plots of the training dynamics."""
     shape, config = load_config(run.config_file, AlignConfig)
     if shape.method != method:
@@ -106,9 +105,9 @@ def run(run: Run, method: str, inpainter: str, pairs_dir: Path, policy: Policy |
         )
     out = run.out
     torch.set_num_threads(config.threads)
-    policy = chosen_policy(pairs_dir, policy)
+    policy = chosen_policy(pairs_dir, None if policy_file is None else Policy.load(policy_file))
     shape = shape.under(policy)
-    state = PartialState()
+    state = processes()
     noise_seeds.check_range(config.seed, config.steps * state.num_processes)
     pipe = load_inpainter(inpainter)
     train, held_out = (load_pairs(pairs_dir, split, pipe.vae) for split in ("train", "validation"))
@@ -143,12 +142,14 @@ def run(run: Run, method: str, inpainter: str, pairs_dir: Path, policy: Policy |
     if note is None:
         return
     lora = sum(v.numel() for k, v in fitted.kept_state().items() if "lora_" in k)
-    command = run.command(method, inpainter=inpainter, pairs=pairs_dir)
+    command = run.command(method, inpainter=inpainter, pairs=pairs_dir, policy=policy_file)
     fitted.unet.save_pretrained(out / "lora")
     write_json(out / "lora" / "card.json", {"command": command, "rank": shape.rank})
     pipe.unet = fitted.unet.merge_and_unload()
     pipe.to(torch.float16).save_pretrained(out / "model")
-    categories = {"policy": policy.name, "categories": policy.names}
-    more = {"method": asdict(shape), **categories, "parameters": {"lora": lora}, "alarms": watch.alarms()}
-    write_card(out, command, note, **more)
+    trained_on = {"policy": policy.name, "categories": policy.names, "processes": state.num_processes}
+    parameters = {"lora": lora}
+    write_card(
+        out, command, note, method=asdict(shape), parameters=parameters, alarms=watch.alarms(), trained_on=trained_on
+    )
     print(f"saved to {out / 'model'}; alarms: {', '.join(watch.alarms()) or 'none'}")

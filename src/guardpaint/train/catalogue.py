@@ -95,9 +95,7 @@ def product_trainers() -> dict[str, Trainer]:
 
     def alignment(method: str) -> Trainer:
         def train(run: Run, inputs: Inputs) -> None:
-            file = inputs.optional("policy")
-            policy = Policy.load(file) if file is not None else None
-            align.run(run, method, inputs["inpainter"][0], inputs.path("pairs"), policy)
+            align.run(run, method, inputs["inpainter"][0], inputs.path("pairs"), inputs.optional("policy"))
 
         return Trainer(train, alignment_config.AlignConfig, ("inpainter", "pairs"), ("policy",))
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env, recursively_apply, send_to_device
 from torch import Tensor, nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
@@ -282,6 +282,11 @@ def fit(
     final: nn.Module = accelerator.unwrap_model(model)
     load_weights(final, best.weights(out) if best.step else ema.shadow)
     return final.eval()
+
+
+def processes() -> PartialState:
+    """This process among those of the run, known before training begins; it is the only one without a launcher."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
 def average_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -> None:
