@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from guardpaint.audit.model import AuditorScorer
 from guardpaint.cli.main import app
 from guardpaint.data import card, corpus_views, sources, store, views
 from guardpaint.data.labelling import Thresholds
+from guardpaint.data.questions import Answer
 from guardpaint.data.views import Labelled, Shelf, ViewedBase, joined, load_views
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import calibrate, corpus_auditor
@@ -271,6 +274,83 @@ def test_views_by_command(corpus, tmp_path):
     assert said.exit_code == 0 and "1 new files" in said.output, said.output
     assert [p.name for p in tmp_path.glob("*.pt")] == ["tiny_sd3-00000-validation.pt"]
     assert "'num_inference_steps': 3" in said.output
+
+
+class SeesBoth:
+    """Answers from the world; every third doll that shows a harm shows the other one too."""
+
+    name = "sees-both"
+
+    def __init__(self, corpus):
+        self.answers = {}
+        for i, e in enumerate(corpus):
+            also = "violence" if e.nominal == "nudity" else "nudity"
+            more = {also: 0.7} if e.nominal != "safe" and i % 3 == 0 else {}
+            self.answers[e.key] = dict.fromkeys(POLICY.names, 0.05) | {e.nominal: 0.9} | more
+        self.keys = {e.picture().tobytes(): e.key for e in corpus}
+
+    def label(self, pictures):
+        return [Answer(self.answers[self.keys[p.tobytes()]], "") for p in pictures]
+
+
+def test_a_picture_may_have_several_categories(corpus, tmp_path, monkeypatch):
+    """The commands from labels to a trained auditor: the second category reaches the targets of the loss."""
+    from guardpaint.data import labelers
+
+    root = tmp_path / "corpus"
+    shutil.copytree(corpus.root, root)
+    own, asked, run = store.Corpus(root), [], CliRunner().invoke
+    monkeypatch.setattr(labelers, "open_labeler", lambda spec, asking: asked.append(asking.text()) or SeesBoth(own))
+    said = run(app, ["data", "label", str(root), "--labeler", "endpoint:http://x#m", "--several"])
+    assert said.exit_code == 0 and "100 answers" in said.output, said.output
+    assert "may belong to several" in asked[0] and "add up to 1" not in asked[0]
+    labels = re.search(r"labels-\S+\.jsonl", said.output).group()
+    truth = {k: [n for n in POLICY.names if a[n] > 0.5] for k, a in SeesBoth(own).answers.items()}
+    (tmp_path / "r.csv").write_text("key,label\n" + "".join(f"{k},{'+'.join(v)}\n" for k, v in truth.items()))
+    said = run(app, ["data", "calibrate", str(root), "--labels", labels, "--reference", str(tmp_path / "r.csv")])
+    assert said.exit_code == 0, said.output
+    said = run(app, ["data", "compare", str(root), "--labels", labels, "--reference", str(tmp_path / "r.csv")])
+    assert said.exit_code == 0 and "| 1.00 [" in said.output, said.output
+    said = run(app, ["data", "build", str(root), "--labels", labels, "--several"])
+    assert said.exit_code == 0 and "nudity+violence" in said.output, said.output
+    rows = {r["key"]: r for r in own.lines(card.SPLITS)}
+    assert {k: r["labels"] for k, r in rows.items()} == truth and any(len(v) == 2 for v in truth.values())
+    for split in ("train", "validation"):
+        made = ["data", "corpus-views", str(root), "--base", "tiny-sd", "--out", str(tmp_path / "views")]
+        said = run(app, [*made, "--split", split, "--size", str(SIZE), "--steps", "3", "--pixels", "96"])
+        assert said.exit_code == 0, said.output
+        assert (
+            "0 new files"
+            in run(app, [*made, "--split", split, "--size", str(SIZE), "--steps", "3", "--pixels", "96"]).output
+        )
+    shown = trainer.find_views(tmp_path / "views", "train")
+    by_seed = {corpus_views.seed_of(k): v for k, v in truth.items()}
+    whole = shown.rows(torch.arange(len(shown)))
+    for seed, marks in zip(whole.seeds.tolist(), whole.labels.tolist(), strict=True):
+        assert [n for n, mark in zip(POLICY.names, marks, strict=True) if mark] == by_seed[seed]
+    recipe = trainer.AuditorRecipe()
+    config = TrainConfig(steps=1, batch_size=24, learning_rate=0.1, seed=3)
+    batch = trainer.Sampler(trainer.open_lessons(shown, recipe), recipe, small.auditor(), config).batch(0)
+    assert int(batch.targets.labels.sum(1).max()) == 2
+    model = {"shape": {"small": True, "sizes": [64, 96]}, "pairs": 4}
+    train = {"steps": 2, "batch_size": 8, "learning_rate": 1e-3, "validate_every": 2, "seed": 1}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": model, "train": train}))
+    train_it = ["train", "stage", "auditor", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "run")]
+    said = run(app, [*train_it, "--set", f"views={tmp_path / 'views'}"])
+    assert said.exit_code == 0 and (tmp_path / "run/model/card.json").exists(), said.output
+
+
+def test_views_with_one_and_with_several_categories_can_be_joined():
+    """Rows of a file without labels get the one that they have; rows are taken with their labels."""
+    one = of_a_world(3)
+    two = replace(one, labels=torch.tensor([[1, 0, 0], [0, 1, 1], [0, 1, 1]]).bool())
+    both = joined([one, two])
+    want = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 1, 1]]
+    assert both.labels.int().tolist() == want and both.rows(torch.tensor([4, 2])).labels.int().tolist() == [
+        want[4],
+        want[2],
+    ]
+    assert joined([one, one]).labels is None
 
 
 def of_a_world(count):

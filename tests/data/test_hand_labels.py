@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
+import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 
 import pytest
-from PIL import Image
+from label_pages import POLICY, grey_pictures
+from label_pages import label_page_of as page
 from typer.testing import CliRunner
 
 from guardpaint.cli.data import app
@@ -17,9 +20,6 @@ from guardpaint.data import hand_labels, label_page, labelling
 from guardpaint.data.hand_labels import HandLabel
 from guardpaint.data.store import Corpus, Example, key_of
 from guardpaint.errors import BadInput
-from guardpaint.policy import Policy
-
-POLICY = Policy.load("paper")
 
 
 def labels_of(**said):
@@ -104,13 +104,7 @@ def test_agreement_by_command(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Six grey pictures of different shades in folders of two kinds."""
-    folder = tmp_path / "pictures"
-    for i in range(6):
-        place = folder / ("swimwear" if i < 3 else "sport")
-        place.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (40 * i, 40 * i, 40 * i)).save(place / f"{i}.png")
-    return folder
+    return grey_pictures(tmp_path / "pictures")
 
 
 def test_pictures_come_from_a_folder_a_corpus_or_rows(pictures, tmp_path):
@@ -136,21 +130,6 @@ def test_pictures_come_from_a_folder_a_corpus_or_rows(pictures, tmp_path):
     ):
         with pytest.raises(BadInput, match=message):
             label_page.find_items(place, wanted)
-
-
-@contextmanager
-def page(pictures, out, labeller="ann", **more):
-    """A running page; yields its address."""
-    session = label_page.Session(label_page.find_items(pictures), POLICY, labeller, out, **more)
-    server, address = label_page.page_server(session)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield address
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 def ask(address, body=None):
@@ -233,3 +212,21 @@ def test_the_command_says_what_is_wrong_before_anybody_works(pictures, tmp_path)
     ):
         said = CliRunner().invoke(app, [*command, *more])
         assert isinstance(said.exception, BadInput) and message in str(said.exception), message
+
+
+def test_ctrl_c_ends_the_page_and_keeps_the_labels(pictures, tmp_path):
+    """The command in a process of its own: one label, Ctrl-C, five pictures left; the same again, no label lost."""
+    out = tmp_path / "l.jsonl"
+    command = [sys.executable, "-m", "guardpaint.cli", "data", "hand-label", str(pictures), "--labeller", "ann"]
+    command += ["--out", str(out), "--no-browser", "--policy", "paper"]
+    for left in (5, 4):
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        first = running.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+/\S+/", first).group()
+        state = json.loads(ask(address + "state")[1])
+        key = next(i["key"] for i in state["items"] if i["key"] not in state["own"])
+        assert ask(address + "label", {"key": key, "labels": ["safe"]})[0] == 200
+        running.send_signal(signal.SIGINT)
+        said, problem = running.communicate(timeout=60)
+        assert running.returncode == 0 and f"{left} pictures left" in said, (said, problem)
+        assert len(hand_labels.read_labels(out, POLICY)) == 6 - left

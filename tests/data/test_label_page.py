@@ -6,7 +6,8 @@ import shutil
 import time
 
 import pytest
-from test_hand_labels import POLICY, page, pictures  # noqa: F401 (a fixture)
+from label_pages import POLICY, grey_pictures
+from label_pages import label_page_of as page
 
 from guardpaint.data import hand_labels
 
@@ -23,6 +24,11 @@ def browser():
         opened = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return grey_pictures(tmp_path / "pictures")
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def own(out, who):
     return {x.key: x for x in hand_labels.read_labels(out, POLICY) if x.labeller == who}
 
 
-def test_the_keyboard_labels_and_a_stopped_session_goes_on(tab, pictures, tmp_path):  # noqa: F811
+def test_the_keyboard_labels_and_a_stopped_session_goes_on(tab, pictures, tmp_path):
     out = tmp_path / "l.jsonl"
     with page(pictures, out, cases=("swimwear", "crowd")) as address:
         tab.goto(address)
@@ -83,7 +89,7 @@ def test_the_keyboard_labels_and_a_stopped_session_goes_on(tab, pictures, tmp_pa
     assert len(own(out, "ann")) == 6 and "unsure" not in {x.label for x in own(out, "ann").values()}
 
 
-def test_two_labellers_see_how_far_they_agree(tab, pictures, tmp_path):  # noqa: F811
+def test_two_labellers_see_how_far_they_agree(tab, pictures, tmp_path):
     """The second sees pictures in another order, and never what the first said."""
     out = tmp_path / "l.jsonl"
     with page(pictures, out, "ann") as address:
@@ -101,7 +107,7 @@ def test_two_labellers_see_how_far_they_agree(tab, pictures, tmp_path):  # noqa:
         assert "6 of 6 pictures alike, κ 1.00" in tab.locator("#agreement").inner_text()
 
 
-def test_several_categories_are_chosen_and_saved_with_enter(tab, pictures, tmp_path):  # noqa: F811
+def test_several_categories_are_chosen_and_saved_with_enter(tab, pictures, tmp_path):
     out = tmp_path / "l.jsonl"
     with page(pictures, out, several=True) as address:
         tab.goto(address)
@@ -115,7 +121,7 @@ def test_several_categories_are_chosen_and_saved_with_enter(tab, pictures, tmp_p
     assert sorted(x.label for x in own(out, "ann").values()) == ["nudity+violence", "safe"]
 
 
-def test_a_label_that_cannot_be_written_is_said(tab, pictures, tmp_path):  # noqa: F811
+def test_a_label_that_cannot_be_written_is_said(tab, pictures, tmp_path):
     out = tmp_path / "gone" / "l.jsonl"
     with page(pictures, out) as address:
         tab.goto(address)

@@ -184,7 +184,9 @@ def compare(
         list[str] | None, typer.Option(help="Name of a labeler in the table, in the order of --labels.")
     ] = None,
     miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
-    margin: Annotated[float, typer.Option(help="Half the width of the dead zone; scores in it abstain.")] = 0.0,
+    margin: Annotated[
+        float, typer.Option(help="Half the width of the dead zone; scores in it are counted as abstentions.")
+    ] = 0.1,
     policy: PolicyOption = None,
 ) -> None:
     """Print the paper's table of labelers on the hard cases: P, R, F1, κ, errors, abstentions, time, failure modes."""

@@ -37,9 +37,13 @@ def compare(
     reference: Reference,
     policy: Policy,
     miss_cost: float = 1.0,
-    margin: float = 0.0,
+    margin: float = 0.1,
 ) -> list[Row]:
-    """One row per labeler: precision, recall and F1, agreement with the reference, errors by hard case, time."""
+    """One row per labeler: precision, recall and F1, agreement with the reference, errors by hard case, time.
+
+    All readable answers are decided. How many lie within `margin` of a threshold, and would be left out of a corpus,
+    is counted as abstentions.
+    """
     return [
         measured(name, {k: v for k, v in lines.items() if k in reference}, reference, policy, miss_cost, margin)
         for name, lines in labelers.items()
@@ -72,9 +76,10 @@ def measured(
         return {**row, "failed": str(error)}
     folds = fold_thresholds(scores, own, policy, miss_cost)
     several = any(PLUS in r["label"] for r in own.values())
-    said = {k: decided(s, folds.get(fold(k), fitted), policy, several, margin) for k, s in scores.items()}
+    cuts = {k: folds.get(fold(k), fitted).harms for k in scores}
+    said = {k: decided(s, cuts[k], policy, several) for k, s in scores.items()}
     row["thresholds"] = "cross-fitted" if folds else "fitted on the same pictures"
-    row[ABSTAINED] = sum(x == ABSTAINED for x in said.values())
+    row[ABSTAINED] = sum(s is not None and Thresholds(cuts[k], margin).decide(s) is None for k, s in scores.items())
     keys = list(answers)
     row |= rates(keys, said, own, policy)
     row |= sensitivity(scores, fitted)
@@ -103,17 +108,13 @@ def fold_thresholds(
     return out
 
 
-def decided(
-    scores: Mapping[str, float] | None, thresholds: Thresholds, policy: Policy, several: bool, margin: float
-) -> str:
-    """What a labeler's scores say: a label, that they are unreadable, or that they lie in the dead zone."""
-    if scores is None:
-        return UNREADABLE
-    cuts = Thresholds(thresholds.harms, margin)
-    one = cuts.decide(scores)
+def decided(scores: Mapping[str, float] | None, cuts: Mapping[str, float], policy: Policy, several: bool) -> str:
+    """The label that a labeler's scores mean, or that they are unreadable."""
+    thresholds = Thresholds(cuts, 0.0)
+    one = thresholds.decide(scores)
     if one is None:
-        return ABSTAINED
-    harms = cuts.every(scores) or [] if several else []
+        return UNREADABLE
+    harms = thresholds.every(scores) or [] if several else []
     return PLUS.join(n for n in policy.names if n in harms) or one
 
 
@@ -138,7 +139,7 @@ def rates(keys: Sequence[str], said: Mapping[str, str], reference: Reference, po
         row[measure], row[f"{measure}_ci"] = float(whole[m]), (float(low), float(high))
     safe = [k for k in keys if reference[k]["label"] == SAFE]
     harm = [k for k in keys if reference[k]["label"] != SAFE]
-    quiet = (SAFE, UNREADABLE, ABSTAINED)
+    quiet = (SAFE, UNREADABLE)
     row["fp"], row["fp_ci"] = proportion(sum(said[k] not in quiet for k in safe), len(safe))
     row["fn"], row["fn_ci"] = proportion(sum(said[k] in quiet for k in harm), len(harm))
     first, second = [reference[k]["label"] for k in keys], [said[k] for k in keys]
