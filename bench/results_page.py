@@ -285,8 +285,15 @@ def recipe() -> list[str]:
 
 
 def gtp() -> list[str]:
-    """The paper's table of the tournament policy, as `eval gtp` wrote it."""
-    return (ROOT / "docs/results/gtp.md").read_text().splitlines()
+    """Where the paper's table of the tournament policy is, and what its bases say of the proposer at N = 5."""
+    metrics = metrics_of("gtp")
+    rows = {key.split(".")[0]: key.split(".")[0] for key in metrics}
+    columns = {
+        "*.gtp.c5.acceptance": "accepted, proposer",
+        "*.no_gtp.c5.acceptance": "accepted, random knobs",
+        "*.gain.c5.seconds_ratio": "time, as a multiple",
+    }
+    return grid(metrics, rows, columns)
 
 
 def day_one() -> list[str]:
@@ -358,7 +365,7 @@ SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
     ("Under attack", ("redteam",), red_team, "Attempts, fuzzing and a soak; see [serve.md](serve.md#under-attack)."),
     ("Guards without training", ("dayone",), day_one, "Public parts on harmless pictures; see [parts.md](parts.md)."),
     ("Seam metrics", ("seam",), seam, "Rank correlation with LPIPS-VGG over composites; see [method.md](method.md)."),
-    ("Tournament policy", ("gtp",), gtp, "The paper's table, end to end: with the proposer and with random knobs."),
+    ("Tournament policy", ("gtp",), gtp, "Five candidates; the paper's whole table is in [gtp.md](results/gtp.md)."),
     ("The paper's parts", ("recipe",), recipe, ""),
 ]  # fmt: skip
 """Title, results files, table, a line of introduction."""

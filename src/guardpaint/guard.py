@@ -94,7 +94,8 @@ class GuardPaint:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
         proposer = proposer or UniformProposer()
         check_scores(auditor, proposer, ranker)
-        self.parts = Parts(auditor, repairer, proposer, seam or LpipsAlex.load(), policy, config, ranker, approver)
+        seam = LpipsAlex.load() if seam is None else seam
+        self.parts = Parts(auditor, repairer, proposer, seam, policy, config, ranker, approver)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
             raise BadConfig(

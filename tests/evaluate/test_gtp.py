@@ -31,6 +31,12 @@ class Calm:
         return "safe", {}
 
 
+class Embedding(FlagsBright):
+    """Flags by brightness, and gives the embeddings that a learned proposer reads."""
+
+    embeds = (256, 32)
+
+
 class World(Bare):
     def judge(self, policy):
         return Calm()
@@ -42,8 +48,7 @@ PROMPTS = [Prompt("1", "a person", 1), Prompt("2", "a hat", 2)]
 @pytest.fixture
 def options(tmp_path):
     """A guard that repairs bright pictures, with a learned proposer."""
-    guard = GuardPaint(FlagsBright(), PaintsFlat(), config=GuardConfig(regions=1))
-    guard.parts = replace(guard.parts, proposer=small.proposer())
+    guard = GuardPaint(Embedding(), PaintsFlat(), small.proposer(), config=GuardConfig(regions=1))
     return gtp.GtpOptions(guard, {"tiny-sd": load_base("tiny-sd")}, PROMPTS, Calm(), tmp_path / "gtp.json", (2, 3))
 
 
@@ -102,6 +107,15 @@ def test_what_was_measured_is_not_drawn_again(options, monkeypatch):
     monkeypatch.setattr(gtp, "measure", lambda *args: pytest.fail("drawn again"))
     gtp.run(options)
     assert read_rows(options.path) == first
+
+
+def test_bases_can_be_measured_one_after_the_other(options):
+    """Rows of a base that this run does not draw stay, if the same guard made them."""
+    first = gtp.run(options)
+    second = gtp.run(replace(options, bases={"tiny-sdxl": load_base("tiny-sdxl")}))
+    assert set(first) < set(second) and {r["base"] for r in read_rows(options.path)} == {"tiny-sd", "tiny-sdxl"}
+    other = replace(options, guard=options.guard.configured(regions=2), bases={"tiny-sdxl": load_base("tiny-sdxl")})
+    assert not any(key.startswith("tiny-sd.") for key in gtp.run(other))
 
 
 def test_the_learned_proposer_plays_in_one_configuration_only(options):

@@ -29,6 +29,7 @@ from guardpaint.testing.doubles import AlwaysSafe, FlagsBright
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
 from guardpaint.train import rollouts
+from guardpaint.verify.seam import BackboneSeam, PixelSeam
 
 PROMPTS = [
     Prompt("1", "a person", 1, kind="plain"),
@@ -321,7 +322,7 @@ def test_a_proposer_used_under_other_gates_than_its_own_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match="trained under the gates f_gate=relative"):
         assert GuardPaint.from_pretrained(tmp_path).parts.proposer.config.gate == gate
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*trained under the gates")
         GuardPaint.from_pretrained(tmp_path, f_gate="relative")
 
 
@@ -371,3 +372,12 @@ def test_a_guard_with_a_ranker_is_saved_and_replayed(tmp_path):
     saved = GuardPaint(parts.auditor, parts.repairer, ranker=Ranker())
     saved.save_pretrained(tmp_path)
     assert GuardPaint.from_pretrained(tmp_path).parts.ranker is not None
+
+
+def test_another_seam_metric_makes_other_rollouts():
+    auditor = small.auditor()
+    makers = {
+        rollouts.maker(GuardPaint(auditor, small.inpainter(), seam=seam), UniformProposer(), 5)
+        for seam in (None, BackboneSeam(auditor), PixelSeam())
+    }
+    assert len(makers) == 3

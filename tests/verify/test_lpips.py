@@ -29,6 +29,15 @@ def test_the_shipped_alex_matches_its_reference_value():
     assert LpipsAlex.load().distance(*crops()).mean().item() == pytest.approx(0.6826, abs=2e-3)
 
 
+def test_loading_draws_nothing():
+    """A guard is composed between two seeded calls of a user's; the global RNG must not notice."""
+    before = torch.get_rng_state()
+    metric = LpipsAlex.load()
+    assert torch.equal(before, torch.get_rng_state())
+    assert {t.device.type for t in metric.state_dict().values()} == {"cpu"}
+    assert not any(p.requires_grad for p in metric.parameters())
+
+
 @pytest.mark.weights
 def test_lpips_vgg_matches_its_reference_value(weights):
     """0.7328 between two crops of the astronaut, with the published weights."""

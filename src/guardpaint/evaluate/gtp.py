@@ -91,12 +91,15 @@ def measure(base: Base, guard: GuardPaint, prompt: Prompt, judge: Judge) -> Row:
 def run(options: GtpOptions) -> Row:
     """Measure what has no row yet, write results and the table, and return the metrics.
 
-    Both configurations and all budgets take turns on each prompt, so that a busy machine slows all of them alike.
+    Rows of the same guard on bases that are not measured now are kept. All configurations and budgets take turns on
+    each prompt, so that a busy machine slows all of them alike.
     """
     wanted = list(product(options.budgets, (WITH, WITHOUT)))
     guards = {cell: configuration(options.guard, cell[1], cell[0]) for cell in wanted}
-    known = {(r["base"], r["maker"], r["prompt"], str(r["seed"])): r for r in read_rows(options.path)}
-    rows: list[Row] = []
+    before = read_rows(options.path)
+    known = {(r["base"], r["maker"], r["prompt"], str(r["seed"])): r for r in before}
+    own = maker(options.guard, options.guard.parts.proposer, 0, options.judge.identity)
+    rows: list[Row] = [r for r in before if r["base"] not in options.bases and r["guard"] == own]
     for name, base in options.bases.items():
         weights = base.digest()
         makers = {
@@ -112,9 +115,9 @@ def run(options: GtpOptions) -> Row:
                         measure(base, guards[cell], prompt, options.judge)
                         warmed = True
                     budget, config = cell
-                    own = measure(base, guards[cell], prompt, options.judge)
                     row = {"base": name, "config": config, "c": budget, "prompt": prompt.text, "seed": prompt.seed}
-                    row |= {"kind": prompt.kind, **own, "maker": makers[cell], "git": REVISION}
+                    row |= {"kind": prompt.kind, **measure(base, guards[cell], prompt, options.judge)}
+                    row |= {"guard": own, "maker": makers[cell], "git": REVISION}
                 rows.append(row)
             write_results(options.path, metrics(rows), rows, seed=0)
     found = metrics(rows)

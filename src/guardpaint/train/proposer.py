@@ -102,7 +102,7 @@ def utilities(row: Row, delta: float, gate: GateSettings) -> list[float]:
 
 def gate_of(rows: Sequence[Row], shape: ProposerTraining) -> GateSettings:
     """The gates to train under: those of the guard that played the tournaments; `shape` may name another F gate."""
-    played = {tuple(r.get(f.name) for f in fields(GateSettings)) for r in rows}
+    played: set[tuple[Any, ...]] = {tuple(r.get(f.name) for f in fields(GateSettings)) for r in rows}
     unknown = any(None in own for own in played)
     if len(played) > 1 or (unknown and shape.f_gate is None):
         what = "do not say under which gates they were played" if unknown else "were played under different gates"

@@ -47,6 +47,7 @@ from guardpaint.store.seeds import derive, generator
 from guardpaint.testbed import Prompt, Testbed
 from guardpaint.types import Audit, Draft, Knobs, Level, Previewer, Proposer, Region
 from guardpaint.verify.parts import Parts
+from guardpaint.verify.seam import BackboneSeam
 from guardpaint.verify.tournament import Tournament, TournamentResult
 
 SPLITS = ("train", "test")
@@ -319,6 +320,8 @@ def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
     """Hash of guard, proposer and number of candidates, which names their rollout files."""
     own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
     looks = [guard.parts.auditor.sizes, guard.policy.digest()]
+    if not isinstance(guard.parts.seam, BackboneSeam):  # the auditor's weights are hashed already
+        looks.append(guard.parts.seam.name)
     weights = {
         k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")
     }  # the player is hashed as `own`

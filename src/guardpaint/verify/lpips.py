@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -68,20 +69,21 @@ class Lpips(nn.Module):
             self.features[str(c.place)] = nn.Conv2d(width, c.channels, c.size, c.stride, c.padding)
             width = c.channels
         self.lins = nn.ParameterList(torch.zeros(1, block[-1].channels, 1, 1) for block in self.BLOCKS)
-        self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1))
-        self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1))
+        self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188], device="cpu").view(1, 3, 1, 1))
+        self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450], device="cpu").view(1, 3, 1, 1))
 
     @classmethod
     def from_file(cls: type[Own], path: str | Path) -> Own:
         """The backbone's convolutions as features.N.{weight,bias}, heads as lin0..4.weight."""
-        state, model = read_tensors(Path(path)), cls()
+        state = read_tensors(Path(path))
+        with torch.device("meta"):  # nothing is initialised, so the global RNG stays as it is
+            model = cls()
         try:
-            for index, conv in model.features.items():
-                assert isinstance(conv, nn.Conv2d) and conv.bias is not None
-                conv.weight.data = state[f"features.{index}.weight"].float().reshape(conv.weight.shape)
-                conv.bias.data = state[f"features.{index}.bias"].float().reshape(conv.bias.shape)
-            for i in range(len(cls.BLOCKS)):
-                model.lins[i].data = state[f"lin{i}.weight"].float().reshape(model.lins[i].shape)
+            own = {
+                name: state[re.sub(r"^lins\.(\d)$", r"lin\1.weight", name)].float().reshape(parameter.shape)
+                for name, parameter in model.named_parameters()
+            }
+            model.load_state_dict(own, strict=False, assign=True)
         except (KeyError, RuntimeError) as error:
             raise BadCheckpoint(f"{path}: not {cls.__name__} weights ({error})") from error
         return model.eval().requires_grad_(False)
