@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +43,7 @@ class Rehearsal:
 
     recipe: str
     minutes: float
+    """Time of all stages together, in this run or an earlier one."""
     stages: list[dict[str, Any]]
     not_rehearsed: list[str]
     families: list[str]
@@ -63,7 +63,6 @@ def run(
     path: Path, out: Path, overrides: Path | None = None, until: str | None = None, *, again: str = "", say: Say = print
 ) -> Rehearsal:
     """Rehearse a recipe in a folder; what is done already is skipped, as in any run."""
-    start = time.monotonic()
     engine, changed = prepare(path, out, overrides, again=again, say=say)
     stages = engine.chosen(until=until)
     engine.run(stages)
@@ -74,7 +73,8 @@ def run(
         for s, r in records if r is not None
     ]  # fmt: skip
     left = [s.name for s in engine.recipe.stages if s not in stages]
-    return Rehearsal(path.stem, (time.monotonic() - start) / 60, rows, left, families(engine.recipe.out), changed)
+    minutes = sum(row["seconds"] for row in rows) / 60
+    return Rehearsal(path.stem, minutes, rows, left, families(engine.recipe.out), changed)
 
 
 def write(found: Rehearsal, path: Path) -> Path:
