@@ -130,18 +130,24 @@ def label(
     ] = None,
     several: Annotated[bool, typer.Option(help="Tell the labeler that a picture may have several categories.")] = False,
     policy: PolicyOption = None,
+    processes: ProcessesOption = 1,
+    ray: RayOption = False,
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
     from guardpaint.data import labelling
     from guardpaint.data.known_labels import open_known
     from guardpaint.data.labelers import Asking, open_labeler
     from guardpaint.data.questions import read_examples
+    from guardpaint.data.spreading import PER_PROCESS, SpreadLabeler
     from guardpaint.data.store import Corpus
 
     rules = load_policy(policy)
     asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else (), several=several)
     store, known = Corpus(corpus), open_known(labeler, rules)
-    model = known if known is not None else open_labeler(labeler, asking)
+    if known is None and (processes > 1 or ray):
+        model, batch = SpreadLabeler(labeler, asking, batch, processes, ray), processes * PER_PROCESS
+    else:
+        model = known if known is not None else open_labeler(labeler, asking)
     keys = set(labelling.read_reference(only, rules)) if only else None
     question = known.question() if known is not None else f"{asking.text()}/{passes}"
     file = labelling.label(store, model, question, batch, retry, keys=keys, name=name)
@@ -365,28 +371,24 @@ def corpus_views(
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
     tiny: TinyOption = None,
     policy: PolicyOption = None,
+    processes: ProcessesOption = 1,
+    ray: RayOption = False,
     *,
     options: BaseOptions,
 ) -> None:
     """Make views of a corpus split by `data build`: each picture at a random step of a base; run again to resume."""
-    from guardpaint.bases import load_base
-    from guardpaint.data import corpus_views as make
-    from guardpaint.data.store import Corpus
-    from guardpaint.data.views import ViewedBase
-    from guardpaint.verify.parts import glance_size
+    from dataclasses import replace
 
-    loaded = load_base(base, options)
-    call = make.settings(loaded.pipe, dict(loaded.call))
-    decoder = load_decoder(tiny)
-    device, looks = loaded.pipe._execution_device, (coarse, pixels, glance_size(coarse))
-    viewed = ViewedBase(loaded.pipe, call, None if decoder is None else decoder.to(device), looks)
-    where = str(Path(base).resolve()) if Path(base).is_dir() else base
-    own = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_").replace(":", "_")
-    store, rules = Corpus(corpus), load_policy(policy)
-    plan = make.ViewPlan(viewed, name or own, pixels, batch, f"{where} {tiny}")
-    for part in split:
-        new = make.make(store, plan, out_dir, part, rules)
-        typer.echo(f"{new} new files of split {part} in {out_dir}; called with {call}")
+    from guardpaint.data import corpus_views as make
+    from guardpaint.data.spreading import ViewJob, make_views
+    from guardpaint.data.store import Corpus
+    from guardpaint.store.jobs import spread
+
+    store = Corpus(corpus)
+    job = ViewJob(corpus, base, out_dir, split, load_policy(policy), options, name, pixels, coarse, batch, tiny)
+    jobs = [replace(job, share=(k, processes)) for k in range(processes)]
+    for said in spread(make_views, jobs, processes, ray):
+        typer.echo("\n".join(said))
     if left := make.without_prompt(store):
         typer.echo(
             f"{left} pictures of the corpus have no prompt and are left out; add some with `guardpaint data caption`"
