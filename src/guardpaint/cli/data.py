@@ -144,6 +144,7 @@ def label(
     rules = load_policy(policy)
     asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else (), several=several)
     store, known = Corpus(corpus), open_known(labeler, rules)
+    model: Any
     if known is None and (processes > 1 or ray):
         model, batch = SpreadLabeler(labeler, asking, batch, processes, ray), processes * PER_PROCESS
     else:

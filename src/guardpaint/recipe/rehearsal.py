@@ -51,7 +51,7 @@ class Rehearsal:
     overrides: list[Override]
 
     def sentence(self) -> str:
-        done = sum(s["status"] == DONE for s in self.stages)
+        done = len([s for s in self.stages if s["status"] == DONE])
         return (
             f"{done} of {len(self.stages)} stages in {self.minutes:.1f} minutes; the guard drew on "
             f"{', '.join(self.families) or 'no family'}; {len(self.overrides)} settings overridden; "

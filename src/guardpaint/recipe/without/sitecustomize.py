@@ -30,5 +30,5 @@ if HIDDEN:
         """All installed packages but the hidden ones; `entry_points` looks through these."""
         return (d for d in found(**choice) if d.name.replace("-", "_") not in HIDDEN)
 
-    sys.meta_path.insert(0, Hidden())  # type: ignore[arg-type]
-    importlib.metadata.distributions = distributions  # type: ignore[assignment]
+    sys.meta_path.insert(0, Hidden())
+    importlib.metadata.distributions = distributions
