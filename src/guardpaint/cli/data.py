@@ -36,6 +36,10 @@ TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="Testbed whose pictures are used: a name or a YAML file.")
 ]
 TinyOption = Annotated[Path | None, typer.Option(help="Tiny decoder; if given, it decodes half of the views.")]
+ProcessesOption = Annotated[int, typer.Option(min=1, help="Parallel processes or jobs, each with the whole model.")]
+RayOption = Annotated[
+    bool, typer.Option("--ray", help="Use a Ray cluster that shares the folder, instead of local processes.")
+]
 PolicyOption = Annotated[
     Path | None, typer.Option(help="Policy file, or a shipped one such as paper; default: the embedded policy.")
 ]
