@@ -403,9 +403,6 @@ def results_page() -> str:
         fresh = [c for c in components if c not in shown]
         shown |= set(fresh)
         lines += ["", *(f"- {source(c)}" for c in fresh)] if fresh else []
-    lines += ["", "## Alignment experiments", ""]
-    lines += ["Short runs of KTO and BCO are compared in [a table of their own](results/alignment_history.md).", ""]
-    lines += [f"- {source('alignment_history')}"]
     return "\n".join(lines) + "\n"
 
 

@@ -158,11 +158,19 @@ def installed_base(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_inpainter(name: str) -> Any:
-    """An inpainting pipeline by registered name or from a directory, in fp32."""
-    from guardpaint.draft.loading import load_pipeline
+    """An inpainting pipeline by registered name, from a directory or the hub, in fp32.
 
-    named = name in named_bases()
-    pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load() if named else load_pipeline(name)
+    Weights that are stored in half precision are read too, also those of a folder that has nothing but a variant.
+    """
+    from guardpaint.draft.intact import only_variant
+    from guardpaint.draft.loading import open_folder, pipeline_folder
+    from guardpaint.draft.options import FP32
+
+    if name in named_bases():
+        pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load()
+    else:
+        folder = pipeline_folder(name, FP32)
+        pipe = open_folder(folder, replace(FP32, variant=only_variant(folder)))
     if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
         raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe

@@ -315,21 +315,6 @@ def eval_prompts(
         err.print(f"not as published: {note}", style="yellow", markup=False)
 
 
-@app.command("history")
-def eval_history(
-    inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],
-    sft: Annotated[str, typer.Option(help="The same inpainter after SFT, adapter merged.")],
-    pairs: Annotated[Path, typer.Option(help="Folder of pairs (`guardpaint data pairs`).")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs/history"),
-    results: ResultsFile = Path("docs/results/alignment_history.json"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
-) -> None:
-    """Repeat the paper's alignment experiments as short runs and record which failures occur."""
-    from guardpaint.evaluate import history
-
-    typer.echo(history.run(inpainter, sft, pairs, out, results, steps))
-
-
 @app.command("auditor")
 def eval_auditor(
     auditor: Annotated[Path, typer.Option(help="Auditor checkpoint.")],
