@@ -21,6 +21,7 @@ from guardpaint.evaluate import real_metrics
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.pipeline import PipelineRepairer
+from guardpaint.store.images import to_pil
 from guardpaint.testing import hub_layouts, hub_models, small
 from guardpaint.testing.hub_layouts import LAYOUTS, build
 
@@ -173,6 +174,15 @@ def test_labelers_open_and_answer(hub, name):
         assert len(labeler.caption(PICTURES)) == 2
     else:
         assert all(set(a.scores) == set(POLICY.names) for a in answers)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_captions_depend_on_the_picture(hub, name):
+    """Equal captions would make all pictures without a prompt one group of near-duplicates."""
+    draw = torch.Generator().manual_seed(0)
+    pictures = [to_pil(torch.rand(3, 64, 64, generator=draw) * i / 8) for i in range(1, 9)]
+    captions = open_labeler(f"vlm:{hub / name}", Asking(POLICY, longest=40)).caption(pictures)
+    assert None not in captions and len(set(captions)) >= 6
 
 
 @pytest.mark.parametrize("name", CHATS)
