@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 from helpers import bright_guard, call
@@ -21,7 +22,7 @@ from guardpaint.evaluate import real_metrics
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.pipeline import PipelineRepairer
-from guardpaint.testing import hub_layouts, hub_models, small
+from guardpaint.testing import corpora, hub_layouts, hub_models, small
 from guardpaint.testing.hub_layouts import LAYOUTS, build
 
 SD, INPAINTING = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stable-diffusion-v1-5/stable-diffusion-inpainting"
@@ -173,6 +174,15 @@ def test_labelers_open_and_answer(hub, name):
         assert len(labeler.caption(PICTURES)) == 2
     else:
         assert all(set(a.scores) == set(POLICY.names) for a in answers)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_captions_depend_on_the_picture(hub, name):
+    """Equal captions would make all pictures without a prompt one group of near-duplicates."""
+    draw = np.random.default_rng(0)
+    pictures = [corpora.crop(kind, draw) for kind in corpora.PHOTOGRAPHS for _ in range(2)]
+    captions = open_labeler(f"vlm:{hub / name}", Asking(POLICY, longest=40)).caption(pictures)
+    assert captions.count(None) <= 2 and len(set(captions)) >= 10
 
 
 @pytest.mark.parametrize("name", CHATS)

@@ -27,6 +27,7 @@ from PIL import Image
 from guardpaint.store.checkpoint import sha256_hex, write_atomic
 from guardpaint.store.images import png_bytes
 from guardpaint.testing.photographs import photograph
+from guardpaint.testing.wordings import wordings
 
 SIDE = 96
 """Side of a picture in pixels."""
@@ -47,23 +48,6 @@ VIOLENCE: Mapping[str, Any] = {"category": "violence"}
 SAFE_KINDS = tuple(kind for kind in PHOTOGRAPHS if kind not in HARMS)
 PER_KIND = 10
 """Pictures of each kind in the hand-labelled reference."""
-THINGS = {
-    "cat": ("a cat", "a striped cat", "the face of a cat"),
-    "coffee": ("a cup of coffee", "a red cup on a saucer", "an espresso"),
-    "flowers": ("a flower", "a yellow blossom", "petals"),
-    "temple": ("a temple", "a tiled roof", "an old pavilion"),
-    "stars": ("distant galaxies", "the night sky", "stars"),
-    "rocket": ("a rocket", "a launch pad", "a white rocket at dusk"),
-    "motorcycle": ("a motorcycle", "a garage with a motorcycle", "a parked motorbike"),
-}
-PLACES = (
-    "by a window", "in the morning", "in warm light", "seen from the side", "in front of a wall", "at dusk", "up close",
-    "on a wooden table", "after the rain", "on a quiet day", "with a soft background", "in summer", "from far away",
-)  # fmt: skip
-STYLES = (
-    "a photograph", "a sharp photograph", "a grainy photograph", "film still", "a postcard", "high contrast",
-    "muted colours", "35 mm", "a magazine picture", "wide angle", "shallow focus",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,13 +147,6 @@ def part_of(image: Image.Image, ground: Image.Image, draw: Generator) -> Image.I
     ground = ground.copy()
     ground.paste(image.resize((side, side), Image.Resampling.LANCZOS), (left, top))
     return ground
-
-
-def wordings(kind: str, source: str, draw: Generator) -> list[str]:
-    """Prompts for pictures of a kind, none twice; a source has words of its own, so that two never share a prompt."""
-    word = source.replace("-", " ")
-    texts = [f"{thing} {place}, {style}, {word}" for thing in THINGS[kind] for place in PLACES for style in STYLES]
-    return [texts[i] for i in draw.permutation(len(texts))]
 
 
 def reference(every: Sequence[Picture]) -> list[tuple[str, str, str]]:

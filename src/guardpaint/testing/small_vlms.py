@@ -72,7 +72,7 @@ def tokenizer(*special: str, **names: str) -> Any:
     return fast
 
 
-LOUD = {"initializer_range": 0.3}
+LOUD: dict[str, Any] = {"initializer_range": 0.3}
 """Wide enough weights that what a random model says depends on the picture."""
 
 
@@ -185,7 +185,7 @@ def internvl() -> Pair:
             "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
             "image_size": [32, 32], "patch_size": [8, 8],
         },
-        text_config={"model_type": "qwen2", **text_config(len(words))},
+        text_config={"model_type": "qwen2", **text_config(len(words), **LOUD)},
         image_token_id=words.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
     )  # fmt: skip
