@@ -335,7 +335,8 @@ def test_a_step_is_the_same_in_one_part_and_in_four(data, monkeypatch, options):
     torch.testing.assert_close(slopes, slope, rtol=2e-3, atol=1e-5 * float(slope.abs().max()) + 1e-7)
     assert deltas == pytest.approx(delta, rel=1e-4, abs=1e-9)
     assert options["method"] == "sft" or delta != 0
-    assert any(bitten) == (options["method"] == "bco"), "the cap must change a gain for this to test it"
+    if options["method"] == "bco" and "cap" not in options:
+        assert any(bitten), "the cap must change a gain for this to test it"
 
 
 def load_again(pipe):
