@@ -21,6 +21,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Category, Policy
 from guardpaint.testing import small
 from guardpaint.train import align, alignment_config, alignment_watch, dynamics, memory, noise_seeds
+from guardpaint.train import alignment_loss as L
 from guardpaint.train.alignment_config import shares
 from guardpaint.train.engine import Run, TrainConfig
 from guardpaint.train.latents import tokenise
@@ -308,16 +309,24 @@ def test_a_category_without_pairs_is_named(data, home):
     ],
     ids=["sft", "bco", "second pass", "printed cap", "kto", "printed kto"],
 )
-def test_a_step_is_the_same_in_one_part_and_in_four(data, options):
+def test_a_step_is_the_same_in_one_part_and_in_four(data, monkeypatch, options):
     """Losses, logged values, shift and gradient of 1×8 are those of 4×2, with a policy that has left its reference."""
-    seen = []
+    seen, scale, capped = [], 0.3, L.capped
+    gains: dict[int, list[torch.Tensor]] = {1: [], 4: []}
+
+    def record(gain, *rest):
+        out = capped(gain, *rest)
+        gains[model.parts].append(torch.stack([gain, out]).detach())
+        return out
+
+    monkeypatch.setattr(L, "capped", record)
     for parts in (1, 4):
         model = aligner((load_again(data[0]), *data[1:]), parts=parts, **options).train()
         g = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, p in model.unet.named_parameters():
                 if "lora_B" in name:
-                    p.copy_(0.05 * torch.randn(p.shape, generator=g))
+                    p.copy_(scale * torch.randn(p.shape, generator=g))
         values: dict[str, float] = {}
         for part in model(a_batch(data, model)):
             part["loss"].backward()
@@ -332,6 +341,10 @@ def test_a_step_is_the_same_in_one_part_and_in_four(data, options):
     torch.testing.assert_close(slopes, slope, rtol=2e-3, atol=1e-5 * float(slope.abs().max()) + 1e-7)
     assert deltas == pytest.approx(delta, rel=1e-4, abs=1e-9)
     assert options["method"] == "sft" or delta != 0
+    if options["method"] == "bco":
+        whole, split = (torch.cat(gains[parts], 1) for parts in (1, 4))
+        torch.testing.assert_close(split.sort().values, whole.sort().values, rtol=1e-3, atol=1e-5)
+        assert "cap" in options or (whole[0] != whole[1]).any(), "the cap has to change a gain to be tested"
 
 
 def load_again(pipe):
@@ -484,12 +497,36 @@ def test_from_pairs_to_a_pipeline(home, tmp_path, method, capsys):
     assert all("lora_" in k or k in ("delta", "batches") for k in state)
     for name in ("dynamics.png", "dynamics.csv", "activations.png", "watch.csv", "lora/adapter_model.safetensors"):
         assert (out / name).stat().st_size > 0
+    (out / "activations.png").unlink()
+    align.run(run, method, str(home / "inpainter"), home / "pairs")
+    assert (out / "activations.png").exists(), "a finished run draws its last figures again"
     card = json.loads((out / "model/card.json").read_text())
     assert card["method"]["method"] == method and card["parameters"]["lora"] > 0
     assert "memory: about" in capsys.readouterr().out
     before, after = load_pipeline(home / "inpainter"), load_pipeline(out / "model")
     changed = [k for k, v in after.unet.state_dict().items() if not torch.equal(v, before.unet.state_dict()[k])]
     assert changed and set(after.unet.state_dict()) == set(before.unet.state_dict())
+
+
+def test_figures_come_with_checkpoints(home, tmp_path, monkeypatch):
+    """A run that is cut in its second step leaves the figures of its first, beside that step's checkpoint."""
+    train = {"steps": 3, "batch_size": 8, "learning_rate": 0.01, "warmup": 1, "validate_every": 1}
+    config = {"model": {"rank": 4}, "train": {**train, "checkpoint_minutes": 0}}
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    measure = alignment_watch.AlignmentWatch.measure
+
+    def cut(self, model):
+        if self.history:
+            raise KeyboardInterrupt
+        return measure(self, model)
+
+    monkeypatch.setattr(alignment_watch.AlignmentWatch, "measure", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run = Run(tmp_path / "c.yaml", tmp_path / "run", quiet=True)
+        align.run(run, "bco", str(home / "inpainter"), home / "pairs")
+    assert torch.load(tmp_path / "run/state.pt", weights_only=True)["step"] == 1
+    for name in ("dynamics.png", "dynamics.csv", "activations.png"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
 
 
 def test_a_config_of_another_method_is_named(home, tmp_path):

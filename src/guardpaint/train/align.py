@@ -121,6 +121,7 @@ def run(run: Run, method: str, inpainter: str, pairs_dir: Path, policy_file: Pat
     before = dynamics.activations(model, held_out, policy.names)
     # The model itself divides the batch of a step into `accumulate` parts, so that losses see the whole batch.
     whole = replace(config, batch_size=config.batch_size * config.accumulate, accumulate=1)
+    whole = replace(whole, sample_minutes=config.checkpoint_minutes)  # figures come with the checkpoints
 
     def batches(step: int) -> AlignmentBatch:
         return batch_of(train, step, shape, whole, empty)
