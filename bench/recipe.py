@@ -21,10 +21,11 @@ from typing import Any
 
 from recipe_results import OUT, write
 
-from guardpaint.recipe import rehearsal
+from guardpaint.recipe import chains, rehearsal
+from guardpaint.recipe.chains import Break
 from guardpaint.recipe.engine import Engine, Interrupted
 from guardpaint.recipe.ledger import DONE, INTERRUPTED
-from guardpaint.recipe.rehearsal import Break, Rehearsal
+from guardpaint.recipe.rehearsal import Rehearsal
 from guardpaint.recipe.spec import Stage
 from guardpaint.store.results import metric, require_clean
 
@@ -126,8 +127,8 @@ def main() -> int:
     found = rehearsal.run(RECIPE, options.out, again=f"python bench/recipe.py --out {options.out}")
     rehearsal.write(found, options.out / "rehearsal.json")
     engine, _ = rehearsal.prepare(RECIPE, options.out)
-    refused = rehearsal.break_chain(engine)
-    reopened = [] if options.engine_only else rehearsal.break_chain(engine, through_engine=False)
+    refused = chains.break_chain(engine)
+    reopened = [] if options.engine_only else chains.break_chain(engine, through_engine=False)
     rows = [
         *rows_of(found, refused, reopened),
         *({"kind": "cut", "stage": c.stage, "detected": int(c.well)} for c in cuts),
