@@ -4,7 +4,8 @@ python bench/recipe.py --out runs/rehearsal                       writes rehears
 python bench/recipe.py --out runs/rehearsal --results runs/recipe.json
 
 Each output is taken away twice: before the engine, which refuses the stage that reads it, and before the bare command
-lines, so that only a command that really opens the file can notice. Other scripts write the same file; their numbers and rows stay.
+lines, so that only a command that really opens the file can notice. Other scripts write the same file; their numbers
+and rows stay.
 """
 
 from __future__ import annotations
