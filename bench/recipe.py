@@ -3,8 +3,9 @@
 python bench/recipe.py --out runs/rehearsal                       writes rehearsal.* into docs/results/recipe.json
 python bench/recipe.py --out runs/rehearsal --results runs/recipe.json
 
-For each output the consumer's command line is started as it is, without the engine's own check, so that only a command
-that really opens the file can notice. Other scripts write the same file; their numbers and rows stay.
+Each output is taken away twice: before the engine, which refuses the stage that reads it, and before the bare command
+lines, so that only a command that really opens the file can notice. Other scripts write the same file; their numbers
+and rows stay.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 from recipe_results import OUT, write
 
-from guardpaint.recipe import rehearsal
+from guardpaint.recipe import chains, rehearsal
+from guardpaint.recipe.chains import Break
 from guardpaint.recipe.engine import Engine, Interrupted
 from guardpaint.recipe.ledger import DONE, INTERRUPTED
-from guardpaint.recipe.rehearsal import Break, Rehearsal
+from guardpaint.recipe.rehearsal import Rehearsal
 from guardpaint.recipe.spec import Stage
 from guardpaint.store.results import metric, require_clean
 
@@ -51,7 +53,14 @@ def rows_of(found: Rehearsal, breaks: Sequence[Break], reopened: Sequence[Break]
     """A row per stage, and one per output that was taken away, before the engine and before the command."""
     stages = [{"kind": "stage", **row} for row in found.stages]
     broken = [
-        {"kind": kind, "stage": b.producer, "output": b.output, "consumer": b.consumer, "detected": int(b.detected)}
+        {
+            "kind": kind,
+            "stage": b.producer,
+            "output": b.output,
+            "consumer": b.consumer,
+            "detected": int(b.detected),
+            "alone": int(b.alone),
+        }
         for kind, some in (("engine", breaks), ("command", reopened))
         for b in some
     ]
@@ -64,8 +73,8 @@ def metrics_of(rows: Sequence[dict[str, Any]], found: Rehearsal) -> dict[str, An
     done = [r for r in stages if r["status"] == DONE]
     minutes = sum(float(r["seconds"]) for r in stages) / 60
     notes = {
-        "engine": "outputs taken away, noticed by the engine",
-        "command": "outputs taken away, noticed by the command that reads them",
+        "engine": "outputs taken away one at a time: the stage that reads it is refused, with the file's name",
+        "command": "the same for bare command lines; where a command reads a folder of several stages, all their files",
         "cut": "stages that got Ctrl-C while they worked and were done by the next run",
     }
     own = {kind: [r["detected"] for r in rows if r["kind"] == kind] for kind in notes}
@@ -76,8 +85,8 @@ def metrics_of(rows: Sequence[dict[str, Any]], found: Rehearsal) -> dict[str, An
         "minutes": metric(minutes, len(stages), goal=f"<={LONGEST}", note="one thread, one stage at a time"),
         "families_attached": metric(len(found.families), 4, goal=">=4", note=", ".join(found.families)),
         "overrides": metric(len(found.overrides), len(found.overrides)),
-        **({"broken_chain_detected": share["command"]} if "command" in share else {}),
-        **({"broken_chain_refused": share["engine"]} if "engine" in share else {}),
+        **({"broken_chain_detected": share["engine"]} if "engine" in share else {}),
+        **({"broken_chain_by_commands": share["command"]} if "command" in share else {}),
         **({"interrupted_and_resumed": share["cut"]} if "cut" in share else {}),
     }
 
@@ -119,8 +128,8 @@ def main() -> int:
     found = rehearsal.run(RECIPE, options.out, again=f"python bench/recipe.py --out {options.out}")
     rehearsal.write(found, options.out / "rehearsal.json")
     engine, _ = rehearsal.prepare(RECIPE, options.out)
-    refused = rehearsal.break_chain(engine)
-    reopened = [] if options.engine_only else rehearsal.break_chain(engine, through_engine=False)
+    refused = chains.break_chain(engine)
+    reopened = [] if options.engine_only else chains.break_chain(engine, through_engine=False)
     rows = [
         *rows_of(found, refused, reopened),
         *({"kind": "cut", "stage": c.stage, "detected": int(c.well)} for c in cuts),

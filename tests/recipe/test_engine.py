@@ -77,7 +77,7 @@ def test_without_an_input_a_stage_names_the_file_and_its_maker(tmp_path, output,
         path.unlink()
     made, _ = engine(tmp_path)
     with pytest.raises(
-        BadInput, match=f"stage {consumer}: .*{output.replace('*', '.')}.* is missing, which stage .* writes"
+        BadInput, match=f"stage {consumer}: .*{output.replace('*', '.*')}.* is missing, which stage .* writes"
     ):
         made.run([made.recipe.stage(consumer)])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from guardpaint.guard import GuardPaint
-from guardpaint.recipe import rehearsal, spec
+from guardpaint.recipe import chains, rehearsal, spec
 from guardpaint.recipe.opening import open_engine
 from guardpaint.store.checkpoint import read_json
 from guardpaint.testing import hub_layouts
@@ -155,5 +155,5 @@ def test_a_second_rehearsal_skips_everything(rehearsed):
 def test_without_any_one_output_its_consumer_is_refused(rehearsed):
     """bench/recipe.py shows the same for the commands without the engine."""
     engine, _ = rehearsal.prepare(PAPER, rehearsed)
-    found = rehearsal.break_chain(engine)
+    found = chains.break_chain(engine)
     assert len(found) > 40 and all(b.detected for b in found), [b for b in found if not b.detected]

@@ -54,7 +54,9 @@ def members(corpus: Corpus, split: str, policy: Policy) -> dict[str, dict[str, A
     """Rows of splits.jsonl that belong to a split and have a prompt, by key."""
     rows = corpus.lines(SPLITS)
     if not rows:
-        raise BadInput(f"{corpus.root}: not split yet; run `guardpaint data label` and `guardpaint data build` first")
+        raise BadInput(
+            f"{corpus.root / SPLITS}: not split yet; run `guardpaint data label` and `guardpaint data build` first"
+        )
     unknown = {label for r in rows for label in labels_of(r)} - set(policy.names)
     if unknown:
         raise BadInput(

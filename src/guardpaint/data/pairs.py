@@ -72,7 +72,7 @@ class PairStore:
         pairs = [p for p in last.values() if split in (None, p.split)]
         if not pairs:
             raise BadInput(
-                f"{self.root}: no pairs{f' of split {split}' if split else ''}; make them with `guardpaint data pairs`"
+                f"{self.index}: no pairs{f' of split {split}' if split else ''}; make them with `guardpaint data pairs`"
             )
         return pairs
 
@@ -192,7 +192,9 @@ def from_labelled(
     store = Corpus(corpus)
     known = {r["key"]: r for r in store.lines(SPLITS)}
     if not known:
-        raise BadInput(f"{corpus}: not split yet; run `guardpaint data label` and `guardpaint data build` first")
+        raise BadInput(
+            f"{corpus / SPLITS}: not split yet; run `guardpaint data label` and `guardpaint data build` first"
+        )
     chat = open_labeler(rewriter, Asking(policy)) if rewriter else None
 
     def rewrite(image: Image.Image, prompt: str, harm: str) -> str | None:

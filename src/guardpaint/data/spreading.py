@@ -10,7 +10,8 @@ from typing import Any
 
 from PIL import Image
 
-from guardpaint.bases import BaseOptions, load_base
+from guardpaint import bases
+from guardpaint.bases import BaseOptions
 from guardpaint.data import corpus_views
 from guardpaint.data.labelers import Asking, open_labeler
 from guardpaint.data.questions import Answer
@@ -54,7 +55,7 @@ class ViewJob:
 
 def make_views(job: ViewJob) -> list[str]:
     """Make one share of the views; returns a sentence for each split."""
-    loaded = load_base(job.base, job.options)
+    loaded = bases.load_base(job.base, job.options)
     call = corpus_views.settings(loaded.pipe, dict(loaded.call))
     decoder = None if job.tiny is None else load_tiny(job.tiny).float().to(loaded.pipe._execution_device)
     viewed = ViewedBase(loaded.pipe, call, decoder, (job.coarse, job.pixels, glance_size(job.coarse)))

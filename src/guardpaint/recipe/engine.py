@@ -21,7 +21,7 @@ import yaml
 
 from guardpaint.errors import BadInput, GuardPaintError
 from guardpaint.recipe.ledger import DONE, FAILED, INTERRUPTED, RUNNING, Change, Ledger, Record, change_of, now
-from guardpaint.recipe.spec import Recipe, Stage
+from guardpaint.recipe.spec import Recipe, Stage, overlap
 from guardpaint.store.checkpoint import write_atomic
 
 FULL = ("No space left on device", "[Errno 28]", "Disk quota exceeded")
@@ -146,12 +146,18 @@ class Engine:
     def check_inputs(self, stage: Stage) -> None:
         """Raise BadInput if an input is missing; the message names the file and the stage that writes it."""
         for path in stage.inputs:
-            if self.ledger.digest(path):
+            if Path(path).is_absolute():
+                if not self.ledger.digest(path):
+                    raise BadInput(f"stage {stage.name}: {path} is missing")
                 continue
-            makers = self.recipe.producers(path, stage) if not Path(path).is_absolute() else []
-            place = path if Path(path).is_absolute() else self.recipe.out / path
-            how = f", which stage {makers[0].name} writes; run it with --stage {makers[0].name}" if makers else ""
-            raise BadInput(f"stage {stage.name}: {place} is missing{how}")
+            for maker in self.recipe.producers(path, stage):
+                for own in (o for o in maker.outputs if overlap(o, path)):
+                    wanted = path if path.startswith(f"{own}/") else own  # a file inside of an output, or the output
+                    if not self.ledger.digest(wanted):
+                        raise BadInput(
+                            f"stage {stage.name}: {self.recipe.out / wanted} is missing, which stage {maker.name} "
+                            f"writes; run it with --stage {maker.name}"
+                        )
 
     def move_aside(self, stage: Stage) -> None:
         """Move the outputs of an earlier run into OUT/old, under the stage's name and a number."""

@@ -12,8 +12,7 @@ import csv
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from guardpaint.recipe.engine import Engine, Hands, Launch, Say
 from guardpaint.recipe.ledger import DONE
 from guardpaint.recipe.opening import located
 from guardpaint.recipe.spec import HubModel, Override
-from guardpaint.store.checkpoint import read_json, short_hash, write_atomic, write_json
+from guardpaint.store.checkpoint import read_json, write_atomic, write_json
 from guardpaint.store.rows import append_rows
 
 KEYS = ("about", "models", "values", "stages", "testbed")
@@ -245,75 +244,3 @@ def family_in(folder: Path) -> str:
     if name not in CLASSES:
         raise GuardPaintError(f"{folder}: {name} belongs to no family")
     return CLASSES[name]
-
-
-# Broken chains -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Break:
-    """One output that was taken away, and what its consumer did."""
-
-    output: str
-    producer: str
-    consumer: str
-    exit: int
-    message: str
-
-    @property
-    def detected(self) -> bool:
-        """Whether the consumer failed and named the file or its folder."""
-        plain = [part for part in self.output.split("/") if "*" not in part]
-        stem = self.output.rsplit("/", 1)[-1].split("*")[0]
-        return self.exit != 0 and (plain[-1] in self.message or (bool(stem) and stem in self.message))
-
-
-def break_chain(
-    engine: Engine, only: Callable[[str], bool] = lambda output: True, through_engine: bool = True
-) -> list[Break]:
-    """Take every output away in turn, run a stage that reads it, and put it back.
-
-    With `through_engine` the consumer is run as `guardpaint recipe run --stage` does; otherwise its command line is
-    started as it is, so that only the command itself can notice.
-    """
-    found = []
-    for producer in engine.recipe.stages:
-        for output in producer.outputs:
-            consumer = next(
-                (s for s in engine.recipe.stages if not s.optional and s.words and producer is not s
-                 and any(producer in engine.recipe.producers(i, s) and spec.overlap(i, output) for i in s.inputs)),
-                None,
-            )  # fmt: skip
-            if consumer is not None and only(output):
-                found.append(take_away(engine, producer, output, consumer, through_engine))
-    return found
-
-
-def take_away(engine: Engine, producer: spec.Stage, output: str, consumer: spec.Stage, through_engine: bool) -> Break:
-    """Run a consumer without one of its inputs."""
-    import subprocess
-
-    out = engine.recipe.out
-    hidden = out / f".hidden-{short_hash(output)}"
-    moved = [(p, hidden / p.relative_to(out)) for p in engine.ledger.matches(output)]
-    for place, other in moved:
-        other.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(place, other)
-    try:
-        if through_engine:
-            try:
-                engine.check_inputs(consumer)
-                return Break(output, producer.name, consumer.name, 0, "")
-            except GuardPaintError as error:
-                return Break(output, producer.name, consumer.name, 1, str(error))
-        result = subprocess.run(
-            engine.launch.argv(consumer), env={**os.environ, **engine.launch.environment},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        return Break(output, producer.name, consumer.name, result.returncode, result.stdout[-3000:])
-    finally:
-        for place, other in moved:
-            if place.exists():
-                shutil.rmtree(place) if place.is_dir() else place.unlink()
-            shutil.move(other, place)
-        shutil.rmtree(hidden, ignore_errors=True)

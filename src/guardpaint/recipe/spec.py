@@ -79,6 +79,8 @@ class Stage:
     optional: bool = False
     """Runs only if --stage names it."""
     about: str = ""
+    group: str = ""
+    """Name of its entry in the recipe, which stages of one `each` share."""
 
     @property
     def config_file(self) -> str:
@@ -320,6 +322,7 @@ def stage_of(
         estimate=Estimate(**(entry.get("estimate") or {})),
         optional=bool(entry.get("optional", False)),
         about=entry.get("about", ""),
+        group=entry["name"],
     )
 
 
