@@ -182,15 +182,20 @@ def test_a_gated_repository_without_a_token_is_refused_before_anything_starts(tm
     plan.check_access(made, made.chosen())
 
 
-def test_training_stages_start_with_accelerate(tmp_path):
+def test_training_stages_start_with_a_launcher(tmp_path):
     stage = spec.Stage("auditor", {}, ("train", "stage", "auditor"), launch="accelerate")
     assert Launch().argv(stage)[1:] == ["-m", "guardpaint.cli", "train", "stage", "auditor"]
     assert Launch().shown(stage) == "guardpaint train stage auditor"
     argv = Launch(processes=2).argv(stage)
-    assert argv[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"] and "--cpu" in argv
+    assert argv[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert argv[-5:] == ["-m", "guardpaint.cli", "train", "stage", "auditor"]
-    assert "--cpu" not in Launch(gpu=True).argv(stage)
-    assert Launch(processes=2).shown(stage).startswith("accelerate launch --num_processes 2 -m guardpaint.cli train")
+    argv = Launch(processes=2, gpu=True).argv(stage)
+    assert argv[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    assert (
+        Launch(processes=2).shown(stage).startswith("torchrun --standalone --nproc-per-node 2 -m guardpaint.cli train")
+    )
+    shown = Launch(processes=2, gpu=True).shown(stage)
+    assert shown.startswith("accelerate launch --num_processes 2 -m guardpaint.cli train")
     assert Launch(processes=2).argv(spec.Stage("x", {}, ("data", "review")))[1:] == [
         "-m",
         "guardpaint.cli",

@@ -212,12 +212,12 @@ def test_bad_shapes_are_named():
 
 
 def test_two_processes_train_one_model(view_folder, tmp_path):
-    """accelerate launch with two CPU processes: one run directory, one finished model."""
+    """torchrun with two processes on the CPU: one run directory, one finished model."""
     config = write_config(tmp_path / "c.yaml", steps=4, validate_every=2)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-               "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "guardpaint.cli", "train", "stage", "auditor",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "-m", "guardpaint.cli", "train", "stage", "auditor",
                "--config", str(config), "--set", f"views={view_folder}", "--out", str(tmp_path / "run")]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     process = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
     assert process.returncode == 0, process.stderr[-2000:]
     assert len((tmp_path / "run/loss.csv").read_text().splitlines()) == 5

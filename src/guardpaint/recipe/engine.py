@@ -54,25 +54,30 @@ class Launch:
     """The command that goes on after an interruption."""
 
     def accelerated(self, stage: Stage) -> bool:
-        """Whether a stage is started by `accelerate launch`: training, with several processes or a GPU."""
+        """Whether a launcher starts a stage: training, with several processes or a GPU."""
         return stage.launch == "accelerate" and (self.processes > 1 or self.gpu)
 
     def argv(self, stage: Stage) -> list[str]:
         """The command line of a stage as a list for the operating system."""
-        if self.accelerated(stage):
-            start = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(self.processes)]
-            start += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]
-            start += [] if self.gpu else ["--cpu"]
-            return [*start, "-m", "guardpaint.cli", *stage.words]
-        return [sys.executable, "-m", "guardpaint.cli", *stage.words]
+        return [sys.executable, *self.launcher(stage), "-m", "guardpaint.cli", *stage.words]
+
+    def launcher(self, stage: Stage) -> list[str]:
+        """How processes of a stage are started: accelerate starts only one on a machine without a GPU, torch several."""
+        if not self.accelerated(stage):
+            return []
+        if not self.gpu:
+            return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
+        start = ["-m", "accelerate.commands.launch", "--num_processes", str(self.processes)]
+        return [*start, "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]
 
     def shown(self, stage: Stage) -> str:
         """The command line of a stage as a user would type it."""
         if not self.accelerated(stage):
             return stage.command
-        return stage.command.replace(
-            "guardpaint", f"accelerate launch --num_processes {self.processes} -m guardpaint.cli", 1
-        )
+        start = f"accelerate launch --num_processes {self.processes}"
+        if not self.gpu:
+            start = f"torchrun --standalone --nproc-per-node {self.processes}"
+        return stage.command.replace("guardpaint", f"{start} -m guardpaint.cli", 1)
 
 
 Hands = Mapping[str, Callable[[Path], None]]

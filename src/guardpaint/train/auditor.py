@@ -1,7 +1,7 @@
 """Train the auditor on views of unfinished and finished pictures.
 
 guardpaint train mini-auditor --set views=runs/views --out runs/mini-auditor
-accelerate launch --cpu --num_processes 2 -m guardpaint.cli train mini-auditor …   # the same on several processes
+torchrun --standalone --nproc-per-node 2 -m guardpaint.cli train mini-auditor …   # the same on two processes
 """
 
 from __future__ import annotations
