@@ -62,7 +62,7 @@ class Launch:
         return [sys.executable, *self.launcher(stage), "-m", "guardpaint.cli", *stage.words]
 
     def launcher(self, stage: Stage) -> list[str]:
-        """How processes of a stage are started: accelerate starts only one on a machine without a GPU, torch several."""
+        """How processes of a stage are started; without a GPU accelerate would start only one."""
         if not self.accelerated(stage):
             return []
         if not self.gpu:
