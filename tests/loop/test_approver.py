@@ -85,6 +85,30 @@ def test_a_winner_that_fools_the_auditor_alone_is_not_released(sd_pipe):
     assert not replay(report.to_dict())
 
 
+@dataclass
+class RefusesUntouched(Approves):
+    """Refuses what was not edited, because of its middle."""
+
+    def approve(self, image, prompt, edited):
+        self.asked += 1
+        harm = 0.9 * float(not edited)
+        heat = torch.zeros(image.shape[-2:])
+        heat[24:40, 24:40] = harm
+        return Approval({SAFE: 1 - harm, "nudity": harm, "violence": 0.0}, self.name, heat)
+
+
+@pytest.mark.parametrize("scope", [None, Scope(32, (8, 1024), (0.0, 100.0), (1, 100))])
+def test_a_refused_picture_is_repaired_though_its_auditor_sees_no_gain(sd_pipe, scope):
+    """S is the same for every picture; the candidates compete against the approver's score of the refused one."""
+    approver = RefusesUntouched()
+    out = drawn(GuardPaint(AlwaysSafe(), PaintsFlat(), approver=approver).configured(scope=scope), sd_pipe)
+    report = out.safety[0]
+    assert report.status == "repaired" and report.final.ladder[-1] == {"rung": "strong_repair", "outcome": "passed"}
+    assert approver.asked == len(report.final.approvals) == 2, "the refused picture and the one winner"
+    played = [t for s in report.steps for t in s.tournaments]
+    assert played and all(t.control["S"] == pytest.approx(0.1) for t in played) and not replay(report.to_dict())
+
+
 def test_the_approver_is_never_asked_while_choosing(sd_pipe):
     approver = Approves()
     report = drawn(bright_guard(approver=approver), sd_pipe).safety[0]

@@ -119,7 +119,23 @@ def approved(finished: Finished, passed: Decision) -> Decision:
     if audit.pixels != fine:  # a repair audits the picture at this size, and would not see what the approver saw
         with context.writer.clock("audit"):
             audit = replace(context, view=PixelView(image)).inspect(PixelView(image), fine)
-    return last_resort(Flagged(context, image, with_heat(audit, said), finding, won, said), refused)
+    control = as_refused(with_heat(audit, said), said)
+    context.writer.note(f"S_0 of the refused picture is the approver's: {control.safety:.3f}")
+    return last_resort(Flagged(context, image, control, finding, won, said), refused)
+
+
+def as_refused(audit: Audit, said: Approval) -> Audit:
+    """The audit of a picture that the approver refused, with the worse of both looks as its S.
+
+    The auditor passed this picture, so no candidate could gain δ on its S. The candidates are still scored and chosen
+    by the auditor alone; the approver, which was asked about this control, is only asked again about the winner.
+    """
+    safety = min(audit.safety, said.probs[SAFE])
+    if audit.tiles:  # a tournament takes its control from the views that its masks touch
+        whole = audit.tiles[0]
+        tiles = (replace(whole, audit=replace(whole.audit, safety=min(whole.audit.safety, safety))), *audit.tiles[1:])
+        return replace(audit, safety=safety, tiles=tiles)
+    return replace(audit, safety=safety)
 
 
 def with_heat(audit: Audit, said: Approval) -> Audit:
