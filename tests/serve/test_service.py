@@ -291,7 +291,7 @@ def test_an_unwritable_log_releases_nothing(client, tmp_path):
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "guard_failed"
     assert answer.headers["retry-after"] and "b64_json" not in answer.text
     policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
-    change = test.put("/v1/policy", json={**policy, "trigger": 0.9}, headers=bearer(OPERATOR))
+    change = test.put("/v1/policy", json={**policy, "trigger": 0.45}, headers=bearer(OPERATOR))
     assert change.status_code == 503
     assert test.get("/v1/policy", headers=bearer(OPERATOR)).json() == policy
 
@@ -301,11 +301,11 @@ def test_a_changed_policy_is_on_record(client, tmp_path):
     test = client(guard=GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=AuditLog(path)))
     ask(test)
     policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
-    assert test.put("/v1/policy", json={**policy, "trigger": 0.9}, headers=bearer(OPERATOR)).status_code == 200
+    assert test.put("/v1/policy", json={**policy, "trigger": 0.45}, headers=bearer(OPERATOR)).status_code == 200
     ask(test)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert ["report" in r for r in rows] == [True, False, True]
-    changed = {**policy, "trigger": 0.9}
+    changed = {**policy, "trigger": 0.45}
     digest = Policy.from_dict(changed).digest()
     assert rows[1]["event"] == {"by": "olga", "policy": changed, "policy_sha256": digest}
     assert verify_log(path).ok

@@ -119,6 +119,8 @@ def test_a_running_service_takes_no_weaker_policy():
         assert service.worker.policy.trigger == 0.2 and service.self_test is BAD
     finally:
         service.worker.close()
+        with pytest.raises(BadConfig, match=r"trigger is 0\.9: a running service takes at most 0\.5"):
+            service.worker.change_policy(replace(Policy.default(), trigger=0.9), "olga")
 
 
 def test_doctor_lists_them(weak_folder, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from guardpaint.audit.levels import UNCHANGED
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
@@ -71,6 +72,17 @@ def refuse_weak(policy: Policy, config: GuardConfig, accepted: Collection[str] =
 
 
 def refuse_weaker(policy: Policy, current: Policy) -> None:
-    """Raise BadConfig if a policy opens a door that the current one keeps closed."""
+    """Raise BadConfig if a policy opens a door that the current one keeps closed.
+
+    The levels of detectors, and what was calibrated with them, put a category at 0.5. A trigger above that would let
+    pictures through that reach a level, so no more than the service's own trigger is taken there.
+    """
+    most = max(UNCHANGED, current.trigger)
+    if policy.trigger > most:
+        raise BadConfig(
+            f"trigger is {policy.trigger:g}: a running service takes at most {most:g}, since a score at its category's "
+            "level is 0.5 and a higher trigger would let it pass. To flag less, calibrate the levels; to start with "
+            "another trigger, name a policy file when the service is started"
+        )
     open_now = {w.name for w in weak_settings(current, GuardConfig())}
     refuse_weak(policy, GuardConfig(), open_now)
