@@ -148,6 +148,25 @@ def test_levels_are_set_on_pictures_of_ones_own(tmp_path):
     for i in range(30):
         Image.new("RGB", (64, 64), (8 * i, 255 - 8 * i, 90)).save(pictures / f"{i}.png")
     words = ["calibrate", "--guard", str(folder), "--pictures", str(pictures), "--alarms", "0.1"]
+def test_a_preset_sees_small_figures_in_large_pictures():
+    """open_nsfw learned from pictures of 256 px: a picture of 512 is also seen in nine of them, uncalibrated."""
+    guard = GuardPaint.from_preset("nudity-lite")
+    scope = guard.config.scope
+    assert scope.side == 256 and scope.tile_offset == 0 and scope.calibrated is False
+    audit = guard.audit_image(torch.rand(3, 512, 512, generator=torch.Generator().manual_seed(0)))
+    assert len(audit.tiles) == 1 + 9 and all(view.offset == 0 for view in audit.tiles[1:])
+    assert audit.safety == min(view.audit.safety for view in audit.tiles)
+    assert "scope" not in {w.name for w in guard.weak_settings()}
+    assert "scope" in {w.name for w in GuardPaint.from_preset("nudity-lite", scope=None).weak_settings()}
+
+
+def test_the_report_says_that_tiles_are_not_calibrated(hub, sd_pipe):
+    guard = GuardPaint.from_preset("zero-shot")
+    assert guard.parts.approver.settings.tiles == guard.config.scope.side == 384
+    report = call(guard.attach(sd_pipe), steps=2).safety[0]
+    assert report.effective_settings["scope"]["calibrated"] is False
+
+
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "auditor, nudity" in result.output and "misses not measured" in result.output

@@ -110,6 +110,9 @@ class Scope:
             if not isinstance(value, tuple) or len(value) != 2 or not all(map(is_number, value)):
                 raise BadConfig(f"scope {name}={shown(value)}: give two numbers")
             if not 0 <= value[0] <= value[1]:
+    calibrated: bool = True
+    """Whether `tile_offset` was measured. If not, tiles are judged by the thresholds of the whole picture, and nobody
+    knows how many more false alarms that makes."""
                 raise BadConfig(f"scope {name}={shown(value)}: give the lowest and the highest value, in this order")
         low, high = self.pixels
         if self.offered is not None and not low <= self.offered[0] <= self.offered[1] <= high:
@@ -130,6 +133,8 @@ class Scope:
         found = []
         if min(size) < low or max(size) > high:
             found.append(f"{size[1]}x{size[0]} pixels (both sides from {low} to {high})")
+        if not isinstance(self.calibrated, bool):
+            raise BadConfig(f"scope calibrated={shown(self.calibrated)}: must be true or false")
         if guidance is not None and not self.guidance[0] <= guidance <= self.guidance[1]:
             found.append(f"guidance {guidance:g} (from {self.guidance[0]:g} to {self.guidance[1]:g})")
         if steps is not None and not self.steps[0] <= steps <= self.steps[1]:

@@ -254,12 +254,15 @@ class GuardPaint:
         return tiny
 
     def say_uncovered(self, stacklevel: int = 3) -> None:
-        """Warn of the policy's categories that no part can tell, which the policy accepts."""
+        """Warn of the policy's categories that no part can tell, which the policy accepts, and of a missing scope."""
         if self.parts.uncovered:
             warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
 
     # Reports -----------------------------------------------------------------------------------------------
 
+        for weak in self.weak_settings():
+            if weak.name == "scope":
+                warnings.warn(str(weak), stacklevel=stacklevel)
     def remember(self, reports: list[GuardReport]) -> None:
         if not reports:
             return

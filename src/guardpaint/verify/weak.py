@@ -12,7 +12,7 @@ from guardpaint.policy import Policy
 
 HIGHEST_TRIGGER, HIGHEST_ALPHA = 0.9, 0.2
 """A trigger above this fires on nothing but the most blatant; a promised miss rate above this promises little."""
-ACCEPTABLE = ("last_resort", "trigger", "calibration")
+ACCEPTABLE = ("last_resort", "trigger", "calibration", "scope")
 """What a service may be told to accept; it never runs in another mode than enforce."""
 
 
@@ -42,6 +42,11 @@ def weak_settings(policy: Policy, config: GuardConfig) -> list[WeakSetting]:
     if policy.trigger > HIGHEST_TRIGGER:
         why = f"above {HIGHEST_TRIGGER} the binary score hardly ever flags a picture"
         found.append(WeakSetting("trigger", f"{policy.trigger:g}", why))
+    if config.scope is None:
+        why = (
+            "large pictures are only seen whole, shrunk to the auditor's size, so small harm in them may not be seen; "
+        )
+        found.append(WeakSetting("scope", "missing", why + "run `guardpaint calibrate-scope`, or name a scope"))
     calibration = config.calibration
     if calibration is None:
         why = "nobody has measured how many unsafe pictures these thresholds miss; run `guardpaint calibrate`"
