@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 
 from guardpaint.bases import load_guard
 from guardpaint.cli.main import app
+from guardpaint.cli.presets import readiness
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput, MissingPackage
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
 from guardpaint.parts.presets import PRESETS, RANDOM, REAL
+from guardpaint.store.folders import Origin, folder_digest
 from guardpaint.testing import small, small_detectors, small_inpainters
 
 
@@ -87,6 +90,48 @@ def test_a_preset_is_saved_and_loaded_like_any_guard(hub, tmp_path):
     assert one.probs == two.probs and torch.equal(one.adv_map, two.adv_map)
     said, repeated = (g.parts.approver.approve(picture[0], None, False) for g in (guard, again))
     assert said.probs == repeated.probs
+
+
+def test_the_manifest_says_where_a_preset_s_weights_came_from(hub, repositories, tmp_path):
+    guard = GuardPaint.from_preset("zero-shot", decoders={}).configured(candidates=2)
+    guard.save_pretrained(tmp_path / "guard")
+    origins = json.loads((tmp_path / "guard" / "guardpaint.json").read_text())["origins"]
+    siglip = presets.SIGLIP
+    expected = {"repo": siglip.repo, "revision": "main", "sha256": folder_digest(repositories[siglip.repo])}
+    assert origins["auditor"] == expected and set(origins) == {"auditor", "heat maps", "approver"}
+    GuardPaint.from_pretrained(tmp_path / "guard").save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "guardpaint.json").read_text())["origins"] == origins
+    commit = tmp_path / "models--a--b" / "snapshots" / "0123abc"
+    assert Origin.of("hub:a/b@main", commit).revision == "0123abc", "the cache names the commit behind a branch"
+
+
+def test_doctor_says_a_half_download_of_each_kind(repositories, tmp_path, monkeypatch):
+    """All that is there of the models lies in a cache; then single files are taken away."""
+    import huggingface_hub
+
+    place = tmp_path / "cache"
+    for repo, folder in repositories.items():
+        shutil.copytree(folder, place / repo)
+
+    def cached(repo, name, revision=None):
+        file = place / repo / name
+        return str(file) if file.is_file() else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    assert all(row["there"] for row in readiness("preset:zero-shot-sdxl"))
+    (place / presets.SIGLIP.repo / "model.safetensors").unlink()
+    shards = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (place / presets.CLIPSEG.repo / "model.safetensors.index.json").write_text(json.dumps(shards))
+    shutil.rmtree(place / presets.SDXL_INPAINTING.repo / "text_encoder_2")
+    next((place / presets.SDXL_INPAINTING.repo / "unet").glob("*.safetensors")).unlink()
+    rows = {row["what"].partition(":")[0]: row for row in readiness("preset:zero-shot-sdxl")}
+    for use, file in (
+        ("auditor", "*.safetensors"),
+        ("heat maps", "model-00001-of-00002.safetensors"),
+        ("repairer", "text_encoder_2/, unet/*.safetensors"),
+    ):
+        assert not rows[use]["there"] and f"half downloaded, {file} not there" in rows[use]["how"], rows[use]
+    assert rows["approver"]["there"]
 
 
 def test_decoders_of_ones_own_take_the_place_of_the_presets(hub):

@@ -43,7 +43,7 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
-from guardpaint.store.folders import Access, resolve
+from guardpaint.store.folders import Access, Origin, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
 from guardpaint.store.recent import Recent
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
@@ -108,6 +108,8 @@ class GuardPaint:
         }
         self.exits = early_exits(self.decoders, readouts or {})
         """Early exits of the tiny decoders, by family."""
+        self.origins: dict[str, Origin] = {}
+        """The hub's models that parts of a preset were loaded from, by what they are used for."""
         self.audit_log = audit_log
         self._reports: Recent[list[GuardReport]] = Recent(REMEMBERED, KEPT_BYTES)
         self._lock = threading.Lock()
@@ -137,6 +139,7 @@ class GuardPaint:
             audit_log=self.audit_log,
         )
         other.exits = self.exits  # fitted once for both
+        other.origins = self.origins
         other.remember_requests(self._reports.most)
         return other
 
@@ -257,12 +260,12 @@ class GuardPaint:
         """Warn of the policy's categories that no part can tell, which the policy accepts, and of a missing scope."""
         if self.parts.uncovered:
             warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
-
-    # Reports -----------------------------------------------------------------------------------------------
-
         for weak in self.weak_settings():
             if weak.name == "scope":
                 warnings.warn(str(weak), stacklevel=stacklevel)
+
+    # Reports -----------------------------------------------------------------------------------------------
+
     def remember(self, reports: list[GuardReport]) -> None:
         if not reports:
             return
@@ -364,6 +367,7 @@ class GuardPaint:
             "parts": entries,
             "decoders": sorted(self.decoders),
             "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
+            "origins": {use: origin.to_dict() for use, origin in self.origins.items()},
         }
         write_json(directory / MANIFEST, manifest)
 
@@ -427,9 +431,11 @@ class GuardPaint:
         config = GuardConfig.from_dict({**chosen.config, **changes})
         for weak in weak_settings(policy, config):
             warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
+        origins = presets.origins_of(chosen, token, decoders is None)
         if decoders is None:
             decoders = presets.decoders_of(chosen, token)
         guard = cls(**parts, policy=policy, config=config, decoders=decoders, audit_log=audit_log)
+        guard.origins = origins
         return guard if device is None else guard.to(device)
 
     @classmethod
@@ -469,4 +475,6 @@ class GuardPaint:
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
         if lpips is not None:
             parts["seam"] = LpipsVGG.from_file(lpips)
-        return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
+        guard = cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
+        guard.origins = manifest.origins
+        return guard

@@ -17,7 +17,7 @@ from guardpaint.draft.loading import TINY_DECODERS, load_tiny
 from guardpaint.errors import BadCheckpoint, BadConfig, MissingPackage
 from guardpaint.parts.kinds import load_part
 from guardpaint.policy import Policy
-from guardpaint.store.folders import HUB, Access, resolve
+from guardpaint.store.folders import HUB, Access, Origin, resolve
 from guardpaint.store.manifest import PartEntry
 from guardpaint.types import JsonDict
 
@@ -213,6 +213,12 @@ def parts_of(chosen: Preset, policy: Policy, token: str | None = None) -> dict[s
         return load_part(role, PartEntry(kind, model.source if model else None, options), None, token)
 
     return chosen.build(open_, chosen.models)
+
+
+def origins_of(chosen: Preset, token: str | None = None, decoders: bool = True) -> dict[str, Origin]:
+    """The hub's models that a preset was loaded from, by what they are used for."""
+    used = chosen.downloads() if decoders else chosen.models
+    return {use: Origin.of(m.source, resolve(m.source, access=Access(token=token))) for use, m in used.items()}
 
 
 def decoders_of(chosen: Preset, token: str | None = None) -> dict[str, Any]:
