@@ -17,6 +17,7 @@ from helpers import serving
 from PIL import Image
 from services import BAD, CALL, KEYS, OPERATOR, OTHER, USER, bearer, make
 
+from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
@@ -318,6 +319,14 @@ def test_health_and_readiness(client):
     strict, blind = client(FlagsBright(gain=3.0)), client(AlwaysSafe())
     assert strict.get("/health").json() == {"status": "ok"} and strict.get("/ready").status_code == 200
     assert blind.get("/ready").status_code == 503
+    assert strict.get("/ready").json()["calibrated"] is None
+
+
+def test_readiness_says_on_what_the_thresholds_were_measured(client):
+    band = Band(0.0, {}, None, {"nudity": 100})
+    calibration = Calibration(0.05, 0.1, "0" * 64, (band,), auditor="f" * 64, finished_only=True)
+    guard = GuardPaint(FlagsBright(gain=3.0), PaintsFlat(), config=GuardConfig(calibration=calibration))
+    assert client(guard=guard).get("/ready").json()["calibrated"] == "finished pictures only"
 
 
 def test_metrics_count_what_happened(client):

@@ -244,7 +244,8 @@ def write(
 ) -> None:
     """Write the levels into the manifest and the rates beside it.
 
-    Where every category of the auditor was measured on harm, the guard counts as calibrated.
+    Where every category of the auditor was measured on harm, the guard counts as calibrated for finished pictures:
+    the same levels judge views in the loop, which nobody has scored here.
     """
     manifest = read_json(folder / MANIFEST)
     record: JsonDict = {"alarms": goals.alarms, "misses": goals.misses}
@@ -262,7 +263,7 @@ def write(
         counts = {c: len(harmful[c]) for c in auditor}
         band = Band(0.0, {}, None, counts)
         data = sha256_hex("\n".join(str(p) for groups in harmful.values() for g in groups.values() for p in g))
-        calibration = Calibration(goals.misses, 0.5, data, (band,), part.digest())
+        calibration = Calibration(goals.misses, 0.5, data, (band,), part.digest(), finished_only=True)
         manifest["config"]["calibration"] = calibration.to_dict()
     write_json(folder / KEPT, record)
     write_json(folder / MANIFEST, manifest)
