@@ -18,6 +18,8 @@ from torch import Tensor
 
 from guardpaint.audit.calibration import needed
 from guardpaint.config import Band, Calibration
+from guardpaint.draft.loading import chosen_device
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import share
 from guardpaint.guard import MANIFEST, GuardPaint
@@ -189,9 +191,11 @@ def probs_of(part: Any, image: Tensor) -> Mapping[str, float]:
 # The command -------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, pictures: Path, unsafe: Path | None, goals: Goals) -> dict[str, dict[str, Chosen]]:
+def run(
+    folder: Path, pictures: Path, unsafe: Path | None, goals: Goals, device: str | None = None
+) -> dict[str, dict[str, Chosen]]:
     """Set the levels of a guard's auditor and approver and write them into its folder; returns them by role."""
-    guard = GuardPaint.from_pretrained(folder)
+    guard = GuardPaint.from_pretrained(folder).to(chosen_device(LoadOptions(device=device)))
     kept = read_json(folder / KEPT) if (folder / KEPT).exists() else {}
     harmless = grouped(pictures)
     harmful = labelled(unsafe, guard.policy.names) if unsafe is not None else {}

@@ -22,6 +22,8 @@ from torch import Tensor
 from guardpaint.audit.tiles import lowered
 from guardpaint.config import Scope
 from guardpaint.draft.codec import resize
+from guardpaint.draft.loading import chosen_device
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import wilson
 from guardpaint.guard import MANIFEST, GuardPaint
@@ -148,9 +150,9 @@ def run(
     known = need(open_testbed(testbed), KnownPictures, "calibrate-scope").pictures("scope", count)
     sizes = sorted({min(2 * scope.side, scope.pixels[1]), scope.pixels[1]} - {scope.side})
     guard = GuardPaint.from_pretrained(guard_dir, scope=replace(scope, tile_offset=0.0))
+    guard.to(chosen_device(LoadOptions(device=device)))
     looks: list[tuple[int, Looked]] = []
     for size in sizes:
-    guard.to(chosen_device(LoadOptions(device=device)))
         pictures = large_pictures(known, scope.side, size, seed=size)
         looks += [(size, look(guard, p)) for p in track(pictures, f"auditing at {size} pixels")]
     offset = max((lowest_offset([seen for s, seen in looks if s == size], alarms) for size in sizes), default=0.0)
