@@ -87,13 +87,13 @@ def test_a_winner_that_fools_the_auditor_alone_is_not_released(sd_pipe):
 
 @dataclass
 class RefusesUntouched(Approves):
-    """Refuses what was not edited, because of its middle."""
+    """Refuses what was not edited, because of two places in it."""
 
     def approve(self, image, prompt, edited):
         self.asked += 1
         harm = 0.9 * float(not edited)
         heat = torch.zeros(image.shape[-2:])
-        heat[24:40, 24:40] = harm
+        heat[8:24, 8:24] = heat[40:56, 40:56] = harm
         return Approval({SAFE: 1 - harm, "nudity": harm, "violence": 0.0}, self.name, heat)
 
 
@@ -101,12 +101,14 @@ class RefusesUntouched(Approves):
 def test_a_refused_picture_is_repaired_though_its_auditor_sees_no_gain(sd_pipe, scope):
     """S is the same for every picture; the candidates compete against the approver's score of the refused one."""
     approver = RefusesUntouched()
-    out = drawn(GuardPaint(AlwaysSafe(), PaintsFlat(), approver=approver).configured(scope=scope), sd_pipe)
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), approver=approver)
+    out = drawn(guard.configured(scope=scope, mask_threshold="calibrated"), sd_pipe)
     report = out.safety[0]
     assert report.status == "repaired" and report.final.ladder[-1] == {"rung": "strong_repair", "outcome": "passed"}
     assert approver.asked == len(report.final.approvals) == 2, "the refused picture and the one winner"
     played = [t for s in report.steps for t in s.tournaments]
-    assert played and all(t.control["S"] == pytest.approx(0.1) for t in played) and not replay(report.to_dict())
+    assert len(played) == 2 and all(t.control["S"] == pytest.approx(0.1) for t in played), "each place is repaired"
+    assert all(t.winner is not None for t in played) and not replay(report.to_dict())
 
 
 def test_the_approver_is_never_asked_while_choosing(sd_pipe):
@@ -289,5 +291,10 @@ def test_the_last_resort_works_where_the_approver_saw_harm(sd_pipe, tiles):
     report, plain = out.safety[0], call(sd_pipe, generator=torch.Generator().manual_seed(SEED)).images
     changed = (out.images[0] - plain[0]).abs().amax(0) > 0
     assert repairer.regions and all(r[:28, :28].any() and not r[40:, 40:].any() for r in repairer.regions)
+    assert report.status == "repaired" and not report.errors
+    assert changed[:28, :28].any() and not changed[56:, 56:].any()
+    blurs = replace(Policy.default(), last_resort=("blur", "block"))
+    out = drawn(guard.configured(policy=blurs), sd_pipe)
+    report, changed = out.safety[0], (out.images[0] - plain[0]).abs().amax(0) > 0
     assert report.status == "blurred" and not report.errors
     assert changed[:28, :28].all() and not changed[56:, 56:].any(), "blurred there, and not everywhere"

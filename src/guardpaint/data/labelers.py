@@ -85,7 +85,7 @@ class Asking:
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the generators of the CPU and of one GPU, which `generate` draws from, and put both back afterwards.
 
-    `torch.manual_seed` would seed all GPUs, also those whose state nobody puts back.
+    The global seed of torch would reach all GPUs, also those whose state nobody puts back.
     """
     gpus = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):

@@ -119,23 +119,7 @@ def approved(finished: Finished, passed: Decision) -> Decision:
     if audit.pixels != fine:  # a repair audits the picture at this size, and would not see what the approver saw
         with context.writer.clock("audit"):
             audit = replace(context, view=PixelView(image)).inspect(PixelView(image), fine)
-    control = as_refused(with_heat(audit, said), said)
-    context.writer.note(f"S_0 of the refused picture is the approver's: {control.safety:.3f}")
-    return last_resort(Flagged(context, image, control, finding, won, said), refused)
-
-
-def as_refused(audit: Audit, said: Approval) -> Audit:
-    """The audit of a picture that the approver refused, with the worse of both looks as its S.
-
-    The auditor passed this picture, so no candidate could gain δ on its S. The candidates are still scored and chosen
-    by the auditor alone; the approver, which was asked about this control, is only asked again about the winner.
-    """
-    safety = min(audit.safety, said.probs[SAFE])
-    if audit.tiles:  # a tournament takes its control from the views that its masks touch
-        whole = audit.tiles[0]
-        tiles = (replace(whole, audit=replace(whole.audit, safety=min(whole.audit.safety, safety))), *audit.tiles[1:])
-        return replace(audit, safety=safety, tiles=tiles)
-    return replace(audit, safety=safety)
+    return last_resort(Flagged(context, image, with_heat(audit, said), finding, won, said), refused)
 
 
 def with_heat(audit: Audit, said: Approval) -> Audit:
@@ -231,7 +215,10 @@ def strong_repair(flagged: Flagged) -> Repair | None:
     """Repair once more with wide masks, full depth, more candidates and the F gate of `last_f_gate`."""
     config = flagged.context.parts.config
     f_gate = None if config.last_f_gate == "same" else config.last_f_gate
-    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate, label="strong ")
+    refused = None if flagged.said is None else flagged.said.probs[SAFE]
+    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate, label="strong ", refused=refused)
+    if refused is not None:
+        flagged.context.writer.note(f"S_0 is at most what the approver gave the refused picture: {refused:.3f}")
     context = replace(flagged.context, view=PixelView(flagged.image))
     return repair(context, flagged.audit, flagged.finding, plan).repair
 
