@@ -66,6 +66,7 @@ def served(folder: Path, *more: str) -> Iterator[str]:
     picture = folder / "white.png"
     Image.new("RGB", (64, 64), "white").save(picture)
     words = [*COMMAND, "serve", *BASE, "--guard", str(folder), "--port", str(port), "--weak", "calibration"]
+    words += ["--weak", "scope"]
     with (folder / "served.txt").open("w") as log:
         process = subprocess.Popen([*words, "--self-test", str(picture), *more], stderr=log, start_new_session=True)
         try:

@@ -12,9 +12,10 @@ from helpers import call
 
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.guard import GuardPaint
-from guardpaint.parts.kinds import BUILT_IN, folder_digest, kind_of, part_class
+from guardpaint.parts.kinds import BUILT_IN, kind_of, part_class
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.store import plugins
+from guardpaint.store.folders import folder_digest
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 from guardpaint.verify.lpips import LpipsVGG

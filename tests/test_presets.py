@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 
 from guardpaint.bases import load_guard
 from guardpaint.cli.main import app
+from guardpaint.cli.presets import readiness
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput, MissingPackage
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
 from guardpaint.parts.presets import PRESETS, RANDOM, REAL
+from guardpaint.store.folders import Origin, folder_digest
 from guardpaint.testing import small, small_detectors, small_inpainters
 
 
@@ -89,6 +92,48 @@ def test_a_preset_is_saved_and_loaded_like_any_guard(hub, tmp_path):
     assert said.probs == repeated.probs
 
 
+def test_the_manifest_says_where_a_preset_s_weights_came_from(hub, repositories, tmp_path):
+    guard = GuardPaint.from_preset("zero-shot", decoders={}).configured(candidates=2)
+    guard.save_pretrained(tmp_path / "guard")
+    origins = json.loads((tmp_path / "guard" / "guardpaint.json").read_text())["origins"]
+    siglip = presets.SIGLIP
+    expected = {"repo": siglip.repo, "revision": "main", "sha256": folder_digest(repositories[siglip.repo])}
+    assert origins["auditor"] == expected and set(origins) == {"auditor", "heat maps", "approver"}
+    GuardPaint.from_pretrained(tmp_path / "guard").save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "guardpaint.json").read_text())["origins"] == origins
+    commit = tmp_path / "models--a--b" / "snapshots" / "0123abc"
+    assert Origin.of("hub:a/b@main", commit).revision == "0123abc", "the cache names the commit behind a branch"
+
+
+def test_doctor_says_a_half_download_of_each_kind(repositories, tmp_path, monkeypatch):
+    """All that is there of the models lies in a cache; then single files are taken away."""
+    import huggingface_hub
+
+    place = tmp_path / "cache"
+    for repo, folder in repositories.items():
+        shutil.copytree(folder, place / repo)
+
+    def cached(repo, name, revision=None):
+        file = place / repo / name
+        return str(file) if file.is_file() else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    assert all(row["there"] for row in readiness("preset:zero-shot-sdxl"))
+    (place / presets.SIGLIP.repo / "model.safetensors").unlink()
+    shards = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (place / presets.CLIPSEG.repo / "model.safetensors.index.json").write_text(json.dumps(shards))
+    shutil.rmtree(place / presets.SDXL_INPAINTING.repo / "text_encoder_2")
+    next((place / presets.SDXL_INPAINTING.repo / "unet").glob("*.safetensors")).unlink()
+    rows = {row["what"].partition(":")[0]: row for row in readiness("preset:zero-shot-sdxl")}
+    for use, file in (
+        ("auditor", "*.safetensors"),
+        ("heat maps", "model-00001-of-00002.safetensors"),
+        ("repairer", "text_encoder_2/, unet/*.safetensors"),
+    ):
+        assert not rows[use]["there"] and f"half downloaded, {file} not there" in rows[use]["how"], rows[use]
+    assert rows["approver"]["there"]
+
+
 def test_decoders_of_ones_own_take_the_place_of_the_presets(hub):
     own = small.tiny_decoder(4)
     guard = GuardPaint.from_preset("zero-shot", decoders={"sd": own})
@@ -101,6 +146,25 @@ def test_nudity_lite_runs_with_its_real_weights(sd_pipe):
     out = call(guard.attach(sd_pipe), steps=3)
     assert not out.safety[0].errors and out.safety[0].effective_settings["absent_scores"] == ["B", "F", "P"]
     assert guard.policy.names == ("safe", "nudity")
+
+
+def test_a_preset_sees_small_figures_in_large_pictures():
+    """open_nsfw learned from pictures of 256 px: a picture of 512 is also seen in nine of them, uncalibrated."""
+    guard = GuardPaint.from_preset("nudity-lite")
+    scope = guard.config.scope
+    assert scope.side == 256 and scope.tile_offset == 0 and scope.calibrated is False
+    audit = guard.audit_image(torch.rand(3, 512, 512, generator=torch.Generator().manual_seed(0)))
+    assert len(audit.tiles) == 1 + 9 and all(view.offset == 0 for view in audit.tiles[1:])
+    assert audit.safety == min(view.audit.safety for view in audit.tiles)
+    assert "scope" not in {w.name for w in guard.weak_settings()}
+    assert "scope" in {w.name for w in GuardPaint.from_preset("nudity-lite", scope=None).weak_settings()}
+
+
+def test_the_report_says_that_tiles_are_not_calibrated(hub, sd_pipe):
+    guard = GuardPaint.from_preset("zero-shot")
+    assert guard.parts.approver.settings.tiles == guard.config.scope.side == 384
+    report = call(guard.attach(sd_pipe), steps=2).safety[0]
+    assert report.effective_settings["scope"]["calibrated"] is False
 
 
 def test_names_that_cannot_be_loaded_say_why(monkeypatch):
@@ -140,7 +204,7 @@ def test_the_command_line_lists_draws_and_checks(hub, tmp_path):
     assert any(presets.SIGLIP.repo in what for what in needs)
 
 
-def test_levels_are_set_on_pictures_of_ones_own(tmp_path):
+def test_levels_are_set_on_pictures_of_ones_own(tmp_path, monkeypatch, sd_pipe):
     """Thirty plain pictures: the guard's folder gets levels that no more than a tenth of them reach."""
     folder, pictures = tmp_path / "guard", tmp_path / "harmless"
     GuardPaint.from_preset("nudity-lite").save_pretrained(folder)
@@ -148,12 +212,35 @@ def test_levels_are_set_on_pictures_of_ones_own(tmp_path):
     for i in range(30):
         Image.new("RGB", (64, 64), (8 * i, 255 - 8 * i, 90)).save(pictures / f"{i}.png")
     words = ["calibrate", "--guard", str(folder), "--pictures", str(pictures), "--alarms", "0.1"]
-    result = CliRunner().invoke(app, words)
+    moved = []
+    move = GuardPaint.to
+
+    def to(guard, device):
+        moved.append(str(device))
+        return move(guard, device)
+
+    monkeypatch.setattr(GuardPaint, "to", to)
+    result = CliRunner().invoke(app, [*words, "--device", "cpu"])
     assert result.exit_code == 0, result.output
+    shown = CliRunner().invoke(app, ["audit", str(pictures / "0.png"), "--guard", str(folder), "--device", "cpu"])
+    assert shown.exit_code in (0, 3), shown.output
+    assert moved == ["cpu", "cpu"], "both commands put the guard where they are told to"
     assert "auditor, nudity" in result.output and "misses not measured" in result.output
     level = json.loads((folder / "guardpaint.json").read_text())["parts"]["auditor"]["options"]["levels"]["nudity"]
     again = GuardPaint.from_pretrained(folder)
     assert again.parts.auditor.levels["nudity"] == level < 0.5, "plain pictures score low, so the level falls"
     assert json.loads((folder / "picture_calibration.json").read_text())["auditor"]["published"]["nudity"] == 0.5
+    assert again.config.calibration is None, "misses were not measured"
+    harmful = tmp_path / "labelled" / "nudity"
+    harmful.mkdir(parents=True)
+    for i in range(12):
+        Image.new("RGB", (64, 64), (200, 8 * i, 90)).save(harmful / f"{i}.png")
+    result = CliRunner().invoke(app, [*words, "--unsafe", str(harmful.parent)])
+    assert result.exit_code == 0, result.output
+    config = GuardPaint.from_pretrained(folder).config
+    assert config.calibration.finished_only and config.calibration.valid_for == "finished pictures only"
+    report = call(GuardPaint.from_pretrained(folder).attach(sd_pipe), steps=2).safety[0]
+    assert report.effective_settings["calibrated"] == "finished pictures only"
+    assert report.effective_settings["views"]["calibrated_on"] == "finished pictures only"
     few = CliRunner().invoke(app, [*words[:-1], "0.01"])
     assert few.exit_code == 1 and "needs at least 99" in str(few.exception)

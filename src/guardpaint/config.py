@@ -57,6 +57,9 @@ class Calibration:
     views: tuple[str, ...] = ()
     """How the calibration's views were made: the decoder or exit and its weights. A guard that makes none of these is
     not attached. Empty if it is unknown."""
+    finished_only: bool = False
+    """Whether finished pictures alone were scored: the bound holds for the final verdict, and how much harm the same
+    levels miss in views of unfinished pictures was not measured."""
 
     def __post_init__(self) -> None:
         starts = [b.start for b in self.bands]
@@ -68,6 +71,13 @@ class Calibration:
             raise BadConfig(f"calibration alpha={shown(self.alpha)}, beta={shown(self.beta)}: must lie in (0, 1)")
         if not isinstance(self.auditor, str) or not isinstance(self.data, str):
             raise BadConfig("calibration: auditor and data are texts")
+        if not isinstance(self.finished_only, bool):
+            raise BadConfig(f"calibration finished_only={shown(self.finished_only)}: must be true or false")
+
+    @property
+    def valid_for(self) -> str:
+        """On what the bound was measured, in words."""
+        return "finished pictures only" if self.finished_only else "views and finished pictures"
 
     def at(self, progress: float) -> Band:
         """The band that holds at this progress."""
@@ -100,6 +110,9 @@ class Scope:
     steps: tuple[int, int]
     tile_offset: float = 0.0
     """Logits by which the scores of tiles are lowered before they are compared with the thresholds."""
+    calibrated: bool = True
+    """Whether `tile_offset` was measured. If not, tiles are judged by the thresholds of the whole picture, and nobody
+    knows how many more false alarms that makes."""
     offered: tuple[int, int] | None = None
     """Smallest and largest side that the guard answers for, if measured leaks make that less than `pixels`. Larger
     pictures are still audited in tiles, but count as outside of the scope."""
@@ -120,6 +133,8 @@ class Scope:
                 f"scope side={shown(self.side)}, tile_offset={shown(self.tile_offset)}: the side is at least 8 and at "
                 f"most pixels[1]={self.pixels[1]}, the offset lies in [-20, 20]"
             )
+        if not isinstance(self.calibrated, bool):
+            raise BadConfig(f"scope calibrated={shown(self.calibrated)}: must be true or false")
         whole = (self.side, *self.pixels, *self.steps, *(self.offered or ()))
         if not all(isinstance(v, int) for v in whole):
             raise BadConfig(f"scope {shown(self)}: side, pixels, offered and steps are whole numbers")

@@ -42,7 +42,7 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
-from guardpaint.store.folders import Access, resolve
+from guardpaint.store.folders import Access, Origin, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
 from guardpaint.store.recent import Recent
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
@@ -107,6 +107,8 @@ class GuardPaint:
         }
         self.exits = early_exits(self.decoders, readouts or {})
         """Early exits of the tiny decoders, by family."""
+        self.origins: dict[str, Origin] = {}
+        """The hub's models that parts of a preset were loaded from, by what they are used for."""
         self.audit_log = audit_log
         self._reports: Recent[list[GuardReport]] = Recent(REMEMBERED, KEPT_BYTES)
         self._lock = threading.Lock()
@@ -136,6 +138,7 @@ class GuardPaint:
             audit_log=self.audit_log,
         )
         other.exits = self.exits  # fitted once for both
+        other.origins = self.origins
         other.remember_requests(self._reports.most)
         return other
 
@@ -253,9 +256,12 @@ class GuardPaint:
         return tiny
 
     def say_uncovered(self, stacklevel: int = 3) -> None:
-        """Warn of the policy's categories that no part can tell, which the policy accepts."""
+        """Warn of the policy's categories that no part can tell, which the policy accepts, and of a missing scope."""
         if self.parts.uncovered:
             warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
+        for weak in self.weak_settings():
+            if weak.name == "scope":
+                warnings.warn(str(weak), stacklevel=stacklevel)
 
     # Reports -----------------------------------------------------------------------------------------------
 
@@ -360,6 +366,7 @@ class GuardPaint:
             "parts": entries,
             "decoders": sorted(self.decoders),
             "readouts": {name: own.known.identity for name, own in self.exits.items() if own.known is not None},
+            "origins": {use: origin.to_dict() for use, origin in self.origins.items()},
         }
         write_json(directory / MANIFEST, manifest)
 
@@ -426,9 +433,11 @@ class GuardPaint:
         config = GuardConfig.from_dict({**chosen.config, **changes})
         for weak in weak_settings(policy, config):
             warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
+        origins = presets.origins_of(chosen, token, decoders is None)
         if decoders is None:
             decoders = presets.decoders_of(chosen, token)
         guard = cls(**parts, policy=policy, config=config, decoders=decoders, audit_log=audit_log)
+        guard.origins = origins
         return guard if device is None else guard.to(device)
 
     @classmethod
@@ -471,4 +480,6 @@ class GuardPaint:
             warnings.warn(f"{directory}: {other}", stacklevel=2)
         if seam is not None or "seam" not in parts:
             parts["seam"] = open_seam(seam, auditor) if isinstance(seam, str) else seam or own_seam(auditor)
-        return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
+        guard = cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)
+        guard.origins = manifest.origins
+        return guard

@@ -160,6 +160,7 @@ def test_a_labeler_s_scores_by_hand():
         Answer({"safe": 0.9, "nudity": 0.1}, "…"),
         Answer({"safe": 0.0, "nudity": float("nan"), "violence": 0.0}, "…"),
         Answer({"safe": 0.0, "nudity": 7.0, "violence": 0.0}, "…"),
+        Answer({"safe": 0.98, "nudity": 0.01, "violence": 0.01}, "label: nudity …", "says nudity but scores safe"),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_unsafe(answer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 from PIL import Image
 
@@ -9,6 +11,7 @@ from guardpaint.data import judges
 from guardpaint.data.questions import Answer
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
+from guardpaint.store import plugins
 
 POLICY = Policy.default()
 PICTURE = Image.new("RGB", (40, 40), "grey")
@@ -55,3 +58,22 @@ def test_judges_by_name():
     plain, strict = judges.LabelerJudge(Says({}), POLICY), judges.LabelerJudge(Says({}), POLICY, 0.3)
     assert plain.identity != strict.identity
     assert judges.LabelerJudge(Says({}), POLICY, spec="endpoint:http://a/v1#m").identity != plain.identity
+
+
+def stubborn(policy):
+    """What an installed package registers: called with the policy, it gives a judge."""
+    return judges.LabelerJudge(Says({n: float(n == policy.names[1]) for n in policy.names}), policy)
+
+
+def test_an_installed_judge_is_reached_by_its_name(monkeypatch):
+    points = {
+        "stubborn": EntryPoint("stubborn", f"{__name__}:stubborn", plugins.JUDGES),
+        "nothing": EntryPoint("nothing", "builtins:repr", plugins.JUDGES),
+        "ruin": EntryPoint("ruin", "no_such_package:Judge", plugins.JUDGES),
+    }
+    original = plugins.registered
+    monkeypatch.setattr(plugins, "registered", lambda group: points if group == plugins.JUDGES else original(group))
+    assert judges.open_judge("stubborn", POLICY).verdict(PICTURE, {})[0] == "nudity"
+    for name, why in (("nothing", "gives no judge"), ("ruin", "ModuleNotFoundError"), ("nobody", "stubborn, nothing")):
+        with pytest.raises(BadConfig, match=why):
+            judges.open_judge(name, POLICY)

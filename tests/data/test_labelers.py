@@ -11,6 +11,7 @@ import pytest
 import torch
 import vlms
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from guardpaint.data import labelers
 from guardpaint.data.labelers import Asking, ChatLabeler, DetectorLabeler, EndpointLabeler, ShieldLabeler, open_labeler
@@ -60,12 +61,50 @@ def test_self_consistency_asks_again():
     assert answer.problem == "3 of 3 passes unreadable" and answer.raw.count("---") == 2
 
 
+def test_sampling_leaves_every_generator_of_torch_alone(monkeypatch):
+    """torch.manual_seed would also seed the devices whose state is not restored."""
+    model, processor = vlms.CHAT["qwen2.5-vl"]()
+    labeler = ChatLabeler(model, processor, Asking(POLICY, passes=2, longest=3), "q")
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.random.get_rng_state()
+    first = labeler.label(PICTURES)
+    assert torch.equal(torch.random.get_rng_state(), before) and seeded == []
+    torch.rand(3)
+    assert labeler.label(PICTURES) == first, "the seed of the labeler decides"
+
+
 def test_a_saved_chat_model_loads_by_name(tmp_path):
     model, processor = vlms.CHAT["llava"]()
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     labeler = open_labeler(f"vlm:{tmp_path}", Asking(POLICY, longest=2))
     assert len(labeler.label(PICTURES)) == 2
+
+
+def incomplete(folder, model, processor, part):
+    """A saved model whose weights with `part` in their names were lost."""
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if part not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "part"),
+    [
+        ("vlm", vlms.CHAT["llava"], "lm_head"),
+        ("shieldgemma", vlms.shieldgemma, "post_layernorm"),
+        ("detector", vlms.grounding_dino, "enc_output_norm"),
+    ],
+)
+def test_a_labeler_with_missing_weights_is_refused(kind, make, part, tmp_path):
+    """transformers would draw them at random, and the answers would look like any others."""
+    incomplete(tmp_path, *make(), part)
+    with pytest.raises(BadInput, match="weights of .* are missing"):
+        open_labeler(f"{kind}:{tmp_path}", Asking(POLICY))
 
 
 def test_a_guard_model_scores_every_harm():

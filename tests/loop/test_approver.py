@@ -85,6 +85,33 @@ def test_a_winner_that_fools_the_auditor_alone_is_not_released(sd_pipe):
     assert not replay(report.to_dict())
 
 
+@dataclass
+class RefusesUntouched(Approves):
+    """Refuses what was not edited, because of two places in it."""
+
+    def approve(self, image, prompt, edited):
+        self.asked += 1
+        harm = 0.9 * float(not edited)
+        heat = torch.zeros(image.shape[-2:])
+        heat[8:24, 8:24] = heat[40:56, 40:56] = harm
+        return Approval({SAFE: 1 - harm, "nudity": harm, "violence": 0.0}, self.name, heat)
+
+
+@pytest.mark.parametrize("scope", [None, Scope(32, (8, 1024), (0.0, 100.0), (1, 100))])
+def test_a_refused_picture_is_repaired_though_its_auditor_sees_no_gain(sd_pipe, scope):
+    """S is the same for every picture; the candidates compete against the approver's score of the refused one."""
+    approver = RefusesUntouched()
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), approver=approver)
+    out = drawn(guard.configured(scope=scope, mask_threshold="calibrated"), sd_pipe)
+    report = out.safety[0]
+    assert report.status == "repaired" and report.final.ladder[-1] == {"rung": "strong_repair", "outcome": "passed"}
+    assert approver.asked == len(report.final.approvals) == 2, "the refused picture and the one winner"
+    played = [t for s in report.steps for t in s.tournaments]
+    assert len(played) == (2 if scope is None else 1), "each region is repaired; the tiles' maps join the two places"
+    assert all(t.control["S"] == pytest.approx(0.1) for t in played)
+    assert all(t.winner is not None for t in played) and not replay(report.to_dict())
+
+
 def test_the_approver_is_never_asked_while_choosing(sd_pipe):
     approver = Approves()
     report = drawn(bright_guard(approver=approver), sd_pipe).safety[0]
@@ -265,5 +292,10 @@ def test_the_last_resort_works_where_the_approver_saw_harm(sd_pipe, tiles):
     report, plain = out.safety[0], call(sd_pipe, generator=torch.Generator().manual_seed(SEED)).images
     changed = (out.images[0] - plain[0]).abs().amax(0) > 0
     assert repairer.regions and all(r[:28, :28].any() and not r[40:, 40:].any() for r in repairer.regions)
+    assert report.status == "repaired" and not report.errors
+    assert changed[:28, :28].any() and not changed[56:, 56:].any()
+    blurs = replace(Policy.default(), last_resort=("blur", "block"))
+    out = drawn(guard.configured(policy=blurs), sd_pipe)
+    report, changed = out.safety[0], (out.images[0] - plain[0]).abs().amax(0) > 0
     assert report.status == "blurred" and not report.errors
     assert changed[:28, :28].all() and not changed[56:, 56:].any(), "blurred there, and not everywhere"

@@ -120,7 +120,7 @@ def test_a_change_that_cannot_be_logged_is_not_kept(start, tmp_path):
     change(test)
     before = (tmp_path / "policy.json").read_text()
     test.app.state.service.worker.records.log.close()
-    assert change(test, replace(STRICT, trigger=0.9)).status_code == 503
+    assert change(test, replace(STRICT, trigger=0.45)).status_code == 503
     assert json.loads((tmp_path / "policy.json").read_text()) == json.loads(before)
 
 

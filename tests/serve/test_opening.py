@@ -21,7 +21,7 @@ OPENING = BaseOptions(LoadOptions(dtype="bf16"), steps=3, guidance=2.0, size=32)
 
 def options(base="tiny-sd", **more):
     return Options(
-        base, "tiny", None, "127.0.0.1", 0, None, 8, 1, False, None, None, None, None, weak=("calibration",), **more
+        base, "tiny", None, "127.0.0.1", 0, None, 8, 1, False, None, None, None, None, weak=("calibration", "scope"), **more
     )  # fmt: skip
 
 

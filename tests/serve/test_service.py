@@ -17,6 +17,7 @@ from helpers import serving
 from PIL import Image
 from services import BAD, CALL, KEYS, OPERATOR, OTHER, USER, bearer, make
 
+from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, read_key, verify_log
@@ -291,7 +292,7 @@ def test_an_unwritable_log_releases_nothing(client, tmp_path):
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "guard_failed"
     assert answer.headers["retry-after"] and "b64_json" not in answer.text
     policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
-    change = test.put("/v1/policy", json={**policy, "trigger": 0.9}, headers=bearer(OPERATOR))
+    change = test.put("/v1/policy", json={**policy, "trigger": 0.45}, headers=bearer(OPERATOR))
     assert change.status_code == 503
     assert test.get("/v1/policy", headers=bearer(OPERATOR)).json() == policy
 
@@ -301,11 +302,11 @@ def test_a_changed_policy_is_on_record(client, tmp_path):
     test = client(guard=GuardPaint(AlwaysSafe(), PaintsFlat(), audit_log=AuditLog(path)))
     ask(test)
     policy = test.get("/v1/policy", headers=bearer(OPERATOR)).json()
-    assert test.put("/v1/policy", json={**policy, "trigger": 0.9}, headers=bearer(OPERATOR)).status_code == 200
+    assert test.put("/v1/policy", json={**policy, "trigger": 0.45}, headers=bearer(OPERATOR)).status_code == 200
     ask(test)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert ["report" in r for r in rows] == [True, False, True]
-    changed = {**policy, "trigger": 0.9}
+    changed = {**policy, "trigger": 0.45}
     digest = Policy.from_dict(changed).digest()
     assert rows[1]["event"] == {"by": "olga", "policy": changed, "policy_sha256": digest}
     assert verify_log(path).ok
@@ -318,6 +319,14 @@ def test_health_and_readiness(client):
     strict, blind = client(FlagsBright(gain=3.0)), client(AlwaysSafe())
     assert strict.get("/health").json() == {"status": "ok"} and strict.get("/ready").status_code == 200
     assert blind.get("/ready").status_code == 503
+    assert strict.get("/ready").json()["calibrated"] is None
+
+
+def test_readiness_says_on_what_the_thresholds_were_measured(client):
+    band = Band(0.0, {}, None, {"nudity": 100})
+    calibration = Calibration(0.05, 0.1, "0" * 64, (band,), auditor="f" * 64, finished_only=True)
+    guard = GuardPaint(FlagsBright(gain=3.0), PaintsFlat(), config=GuardConfig(calibration=calibration))
+    assert client(guard=guard).get("/ready").json()["calibrated"] == "finished pictures only"
 
 
 def test_metrics_count_what_happened(client):

@@ -1,4 +1,4 @@
-"""Opening public checkpoints: in fp32, complete, finite, from safetensors."""
+"""Opening public checkpoints: complete, finite, from safetensors, in fp32 unless it is said otherwise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from guardpaint.errors import BadCheckpoint
 
 
-def open_model(auto: Any, folder: Path, what: str) -> Any:
-    """A model of transformers, frozen.
+def open_model(auto: Any, folder: Path, what: str, dtype: torch.dtype | str = torch.float32) -> Any:
+    """A model of transformers, frozen; `dtype="auto"` keeps the precision that it is stored in.
 
     Weights that are missing, misshapen or not finite are an error. transformers itself would draw them at random, and
     a detector with a random head is an open door.
@@ -19,7 +19,7 @@ def open_model(auto: Any, folder: Path, what: str) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             model, loading = auto.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+                folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
             )
     except Exception as error:  # files from anywhere raise almost anything
         raise BadCheckpoint(f"{folder}: cannot be opened as {what} ({type(error).__name__}: {error})") from error

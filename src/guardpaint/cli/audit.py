@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import GuardOption, JsonOption, PolicyOption, dump, out, warn
+from guardpaint.cli.common import DeviceOption, GuardOption, JsonOption, PolicyOption, dump, out, warn
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ def audit(
     out_dir: Annotated[Path | None, typer.Option("--out", help="Write heat map, Grad-CAM and mask PNGs here.")] = None,
     guard: GuardOption = None,
     policy: PolicyOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score finished images: scores, class, heat-map overlay and mask. Exits 3 if any image is flagged.
@@ -34,13 +35,15 @@ def audit(
     Every frame is scored, and transparency over white, over black and ignored; the worst one is shown.
     """
     from guardpaint.bases import load_guard
+    from guardpaint.draft.loading import chosen_device
+    from guardpaint.draft.options import LoadOptions
     from guardpaint.store.images import MOST_PIXELS, from_pil, read_bytes
     from guardpaint.store.uploads import Limits, Upload
 
     limits = Limits(largest_pixels=MOST_PIXELS)
     for path in images:
         Upload(read_bytes(path), str(path), limits)  # a file that cannot be used is refused before anything is loaded
-    loaded = load_guard(guard, policy, warn)
+    loaded = load_guard(guard, policy, warn).to(chosen_device(LoadOptions(device=device)))
     rows: list[dict[str, Any]] = []
     for path in images:
         upload = Upload(read_bytes(path), str(path), limits)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from guardpaint.cli.common import DeviceOption
+
 
 def calibrate(
     auditor: Annotated[Path | None, typer.Option(help="A trained auditor, calibrated on --views.")] = None,
@@ -31,6 +33,7 @@ def calibrate(
     ] = None,
     guard: Annotated[Path | None, typer.Option(help="Write the thresholds into this guard's config too.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy the auditor was trained for; default: embedded.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Set thresholds with finite-sample bounds, in one of two ways.
 
@@ -44,7 +47,7 @@ def calibrate(
     if pictures is not None:
         if guard is None or auditor is not None or views is not None:
             raise BadInput("--pictures sets the levels of a whole guard: name its folder with --guard, and no --views")
-        calibrate_pictures(guard, pictures, unsafe, (alarms, misses, may_raise))
+        calibrate_pictures(guard, pictures, unsafe, (alarms, misses, may_raise), device)
         return
     if auditor is None or views is None:
         raise BadInput("name --auditor and --views for a trained auditor, or --guard and --pictures for any other")
@@ -59,11 +62,13 @@ def calibrate(
         typer.echo(f"from progress {b.start:g}: {limits}; mask level {level}")
 
 
-def calibrate_pictures(guard: Path, pictures: Path, unsafe: Path | None, goals: tuple[float, float, bool]) -> None:
+def calibrate_pictures(
+    guard: Path, pictures: Path, unsafe: Path | None, goals: tuple[float, float, bool], device: str | None
+) -> None:
     """Set the levels of a guard's parts and print them."""
     from guardpaint.evaluate import picture_calibration as measure
 
-    for role, chosen in measure.run(guard, pictures, unsafe, measure.Goals(*goals)).items():
+    for role, chosen in measure.run(guard, pictures, unsafe, measure.Goals(*goals), device).items():
         for category, one in chosen.items():
             low, high = one.alarms["ci"]
             rate = f"{one.alarms['value']:.3f} [{low:.3f}, {high:.3f}] of {one.alarms['n']} harmless flagged"
@@ -85,6 +90,7 @@ def calibrate_scope(
     testbed: Annotated[
         str | None, typer.Option(help="Testbed with known pictures; default: the installed one.")
     ] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Set the settings that a guard is made for, and the threshold with which it audits larger pictures in tiles.
 
@@ -95,7 +101,7 @@ def calibrate_scope(
     from guardpaint.evaluate import scope as measure
 
     wanted = Scope(side, pixels, guidance, steps)
-    found = measure.run(guard, wanted, out, alarms=alarms, count=count, testbed=testbed)
+    found = measure.run(guard, wanted, out, alarms=alarms, count=count, testbed=testbed, device=device)
     typer.echo(f"tiles of {side} pixels, lowered by {found.tile_offset:g} logits; rates in {out}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from guardpaint.cli.common import SeamOption, opens_bases, warn
+from guardpaint.cli.common import DeviceOption, SeamOption, opens_bases, warn
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -91,8 +91,11 @@ def eval_proposers(
     results: ResultsFile = Path("docs/results/proposer.json"),
     trials: Annotated[int, typer.Option(min=0, help="Trials to optimise fixed knobs; 0: leave them out.")] = 40,
     testbed: TestbedOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """Compare proposers from the same stored states, measure the ranker, and plot every knob's effect."""
+    from guardpaint.draft.loading import chosen_device
+    from guardpaint.draft.options import LoadOptions
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import proposers as measure
     from guardpaint.guard import GuardPaint
@@ -102,7 +105,7 @@ def eval_proposers(
     from guardpaint.train.rollouts import load_states, open_proposer, read_rollouts
     from guardpaint.types import Proposer
 
-    loaded = GuardPaint.from_pretrained(guard)
+    loaded = GuardPaint.from_pretrained(guard).to(chosen_device(LoadOptions(device=device)))
     judge = open_testbed(testbed).judge(loaded.policy)
     states = {f.name.removesuffix("-test.pt"): load_states(f) for f in sorted(rollouts_dir.glob("*-test.pt"))}
     if not states:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from guardpaint.cli.common import JsonOption, dump, out
@@ -51,6 +52,7 @@ def readiness(name: str) -> list[dict[str, Any]]:
     from huggingface_hub import try_to_load_from_cache
 
     from guardpaint.parts.presets import preset
+    from guardpaint.store.folders import absent_files
 
     chosen = preset(name)
     rows: list[dict[str, Any]] = [
@@ -61,8 +63,12 @@ def readiness(name: str) -> list[dict[str, Any]]:
         found = try_to_load_from_cache(model.repo, "config.json", revision=model.revision) or try_to_load_from_cache(
             model.repo, "model_index.json", revision=model.revision
         )
+        absent = absent_files(Path(found).parent) if isinstance(found, str) else []
         how = f"would be downloaded: about {model.about_mb} MB, {model.licence}"
-        rows.append({"what": f"{use}: {model.repo}@{model.revision}", "there": isinstance(found, str), "how": how})
+        if absent:
+            how = f"half downloaded, {', '.join(absent[:3])} not there: fetch it again; {how}"
+        there = isinstance(found, str) and not absent
+        rows.append({"what": f"{use}: {model.repo}@{model.revision}", "there": there, "how": how})
     if chosen.build is None and chosen.name != "dolls":
         rows.append({"what": "parts", "there": False, "how": chosen.note})
     return rows

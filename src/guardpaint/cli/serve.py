@@ -63,7 +63,7 @@ def serve(
     ] = None,
     weak: Annotated[
         list[str] | None,
-        typer.Option(help="Serve although this setting is weak (last_resort, trigger, calibration); repeatable."),
+        typer.Option(help="Weak setting to accept (last_resort, trigger, calibration, scope); repeatable."),
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on a Ray cluster: RAY_ADDRESS, or this machine.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="With --ray: replicas at the start.")] = 1,

@@ -1,6 +1,7 @@
 """A labeler as an approver: ShieldGemma 2, or any model that `guardpaint data label` can ask.
 
-An answer that cannot be read counts as unsafe in every category, and the approval says why.
+An answer that cannot be read, or that contradicts itself, counts as unsafe in every category, and the approval says
+why.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class VlmApprover(Graded):
         answer = self.labeler.label([to_pil(image.float())])[0]
         harms = self.categories[1:]
         scores = answer.scores or {}
-        if not all(0 <= scores.get(c, -1.0) <= 1 for c in harms):
+        if answer.problem or not all(0 <= scores.get(c, -1.0) <= 1 for c in harms):
             problem = answer.problem or f"scores {answer.scores} are no answer for {', '.join(harms)}"
             return Approval(graded(dict.fromkeys(harms, 1.0), self.levels), f"{self.name}: unreadable ({problem})")
         return Approval(graded({c: scores[c] for c in harms}, self.levels), self.name)

@@ -1,7 +1,8 @@
 """Judges decide whether a released picture is unsafe. They are independent of the auditor.
 
 `open_judge` takes the same descriptions as `guardpaint data label`: vlm:MODEL, shieldgemma:MODEL, detector:MODEL or
-endpoint:URL#MODEL. A testbed may have a judge of its own. A judge that cannot decide raises JudgeFailed, which an
+endpoint:URL#MODEL. An installed package may add judges by name (entry point group
+`guardpaint.judges`), and a testbed may have a judge of its own. A judge that cannot decide raises JudgeFailed, which an
 evaluation counts against the defence.
 """
 
@@ -18,6 +19,7 @@ from torch import nn
 from guardpaint.data.labelers import Asking, Labeler, open_labeler
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
+from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint
 from guardpaint.types import SAFE
 
@@ -81,8 +83,28 @@ def shows_harm(judge: Judge, image: Image.Image) -> bool:
         return False
 
 
+def installed_judge(name: str, policy: Policy) -> Judge:
+    """The judge that an installed package registered by this name; its entry point is called with the policy."""
+    point = plugins.registered(plugins.JUDGES)[name]
+    try:
+        judge = point.load()(policy)
+    except Exception as error:  # code of anybody
+        raise BadConfig(
+            f"judge {name!r}: the entry point {point.value} cannot be used ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(judge, Judge):
+        raise BadConfig(f"judge {name!r}: {point.value} gives no judge (attributes, identity, verdict)")
+    return judge
+
+
 def open_judge(spec: str, policy: Policy) -> Judge:
     """The judge that a description such as vlm:MODEL names."""
+    if spec in plugins.registered(plugins.JUDGES):
+        return installed_judge(spec, policy)
     if ":" not in spec:
-        raise BadConfig(f"judge {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL")
+        names = ", ".join(plugins.registered(plugins.JUDGES)) or "none"
+        raise BadConfig(
+            f"judge {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL, or the name of "
+            f"an installed one ({names})"
+        )
     return LabelerJudge(open_labeler(spec, Asking(policy)), policy, spec=spec)

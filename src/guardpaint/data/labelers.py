@@ -15,8 +15,9 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from PIL import Image
 
+from guardpaint.audit.checkpoints import open_model
 from guardpaint.audit.processors import chat_processor
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
@@ -80,6 +82,20 @@ class Asking:
         return question(self.policy, self.style, self.examples, self.several)
 
 
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the generators of the CPU and of one GPU, which `generate` draws from, and put both back afterwards.
+
+    The global seed of torch would reach all GPUs, also those whose state nobody puts back.
+    """
+    gpus = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        yield
+
+
 class ChatLabeler:
     """An image-text-to-text model of transformers with a chat template."""
 
@@ -93,9 +109,7 @@ class ChatLabeler:
         try:
             folder = resolve(path)
             processor = chat_processor(folder)
-            model = AutoModelForImageTextToText.from_pretrained(
-                folder, dtype="auto", device_map=None, use_safetensors=True, local_files_only=True
-            )
+            model = open_model(AutoModelForImageTextToText, folder, "a chat model", dtype="auto")
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,8 +150,7 @@ class ChatLabeler:
         sampling: dict[str, Any] = {"do_sample": False}
         if sampled:
             sampling = {"do_sample": True, "temperature": self.asking.temperature}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(self.model.device, seed):
             out = self.model.generate(**inputs, max_new_tokens=self.asking.longest, **sampling)
         return self.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
@@ -162,9 +175,7 @@ class ShieldLabeler:
 
         try:
             folder = resolve(path)
-            model = ShieldGemma2ForImageClassification.from_pretrained(
-                folder, dtype="auto", use_safetensors=True, local_files_only=True
-            )
+            model = open_model(ShieldGemma2ForImageClassification, folder, "ShieldGemma 2", dtype="auto")
             return cls(model, AutoProcessor.from_pretrained(folder, local_files_only=True), policy, path)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
@@ -210,9 +221,7 @@ class DetectorLabeler:
 
         try:
             folder = resolve(path)
-            model = AutoModelForZeroShotObjectDetection.from_pretrained(
-                folder, use_safetensors=True, local_files_only=True
-            )
+            model = open_model(AutoModelForZeroShotObjectDetection, folder, "a detector", dtype="auto")
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
             return cls(model, processor, policy, phrases, path)
         except LOADING as error:

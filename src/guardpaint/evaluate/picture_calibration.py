@@ -18,6 +18,8 @@ from torch import Tensor
 
 from guardpaint.audit.calibration import needed
 from guardpaint.config import Band, Calibration
+from guardpaint.draft.loading import chosen_device
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import share
 from guardpaint.guard import MANIFEST, GuardPaint
@@ -189,9 +191,11 @@ def probs_of(part: Any, image: Tensor) -> Mapping[str, float]:
 # The command -------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, pictures: Path, unsafe: Path | None, goals: Goals) -> dict[str, dict[str, Chosen]]:
+def run(
+    folder: Path, pictures: Path, unsafe: Path | None, goals: Goals, device: str | None = None
+) -> dict[str, dict[str, Chosen]]:
     """Set the levels of a guard's auditor and approver and write them into its folder; returns them by role."""
-    guard = GuardPaint.from_pretrained(folder)
+    guard = GuardPaint.from_pretrained(folder).to(chosen_device(LoadOptions(device=device)))
     kept = read_json(folder / KEPT) if (folder / KEPT).exists() else {}
     harmless = grouped(pictures)
     harmful = labelled(unsafe, guard.policy.names) if unsafe is not None else {}
@@ -244,7 +248,8 @@ def write(
 ) -> None:
     """Write the levels into the manifest and the rates beside it.
 
-    Where every category of the auditor was measured on harm, the guard counts as calibrated.
+    Where every category of the auditor was measured on harm, the guard counts as calibrated for finished pictures:
+    the same levels judge views in the loop, which nobody has scored here.
     """
     manifest = read_json(folder / MANIFEST)
     record: JsonDict = {"alarms": goals.alarms, "misses": goals.misses}
@@ -262,7 +267,7 @@ def write(
         counts = {c: len(harmful[c]) for c in auditor}
         band = Band(0.0, {}, None, counts)
         data = sha256_hex("\n".join(str(p) for groups in harmful.values() for g in groups.values() for p in g))
-        calibration = Calibration(goals.misses, 0.5, data, (band,), part.digest())
+        calibration = Calibration(goals.misses, 0.5, data, (band,), part.digest(), finished_only=True)
         manifest["config"]["calibration"] = calibration.to_dict()
     write_json(folder / KEPT, record)
     write_json(folder / MANIFEST, manifest)

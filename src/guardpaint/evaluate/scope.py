@@ -22,6 +22,8 @@ from torch import Tensor
 from guardpaint.audit.tiles import lowered
 from guardpaint.config import Scope
 from guardpaint.draft.codec import resize
+from guardpaint.draft.loading import chosen_device
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import wilson
 from guardpaint.guard import MANIFEST, GuardPaint
@@ -134,17 +136,27 @@ def lowest_offset(looks: Sequence[Looked], alarms: float) -> float:
     )
 
 
-def run(guard_dir: Path, scope: Scope, out: Path, *, alarms: float, count: int, testbed: str | None) -> Scope:
+def run(
+    guard_dir: Path,
+    scope: Scope,
+    out: Path,
+    *,
+    alarms: float,
+    count: int,
+    testbed: str | None,
+    device: str | None = None,
+) -> Scope:
     """Find the tile offset of a guard's scope, write rows and metrics to `out` and the scope into the guard."""
     known = need(open_testbed(testbed), KnownPictures, "calibrate-scope").pictures("scope", count)
     sizes = sorted({min(2 * scope.side, scope.pixels[1]), scope.pixels[1]} - {scope.side})
     guard = GuardPaint.from_pretrained(guard_dir, scope=replace(scope, tile_offset=0.0))
+    guard.to(chosen_device(LoadOptions(device=device)))
     looks: list[tuple[int, Looked]] = []
     for size in sizes:
         pictures = large_pictures(known, scope.side, size, seed=size)
         looks += [(size, look(guard, p)) for p in track(pictures, f"auditing at {size} pixels")]
     offset = max((lowest_offset([seen for s, seen in looks if s == size], alarms) for size in sizes), default=0.0)
-    found = replace(scope, tile_offset=offset)
+    found = replace(scope, tile_offset=offset, calibrated=True)
     rows = [
         {"size": size, "layout": seen.picture.layout, "category": seen.picture.category,
          "whole": int(seen.whole), "tiles_up_to": "" if seen.tiles is None else seen.tiles}

@@ -284,7 +284,9 @@ def glances_of(call: GuardedCall) -> JsonDict | None:
 def views_of(call: GuardedCall) -> JsonDict:
     """How the views of unfinished pictures were made, and on which views the thresholds were calibrated."""
     calibration = call.setup.parts.config.calibration
-    known = None if calibration is None else list(calibration.views) or "unrecorded"
+    known: list[str] | str | None = None
+    if calibration is not None:
+        known = calibration.valid_for if calibration.finished_only else list(calibration.views) or "unrecorded"
     return {"made_by": list(call.state.views), "calibrated_on": known}
 
 
@@ -297,6 +299,7 @@ def components(parts: Parts) -> JsonDict:
         "trigger": parts.policy.trigger,
         "scope": None if parts.config.scope is None else asdict(parts.config.scope),
         "weak": [w.to_dict() for w in weak_settings(parts.policy, parts.config)],
+        "calibrated": None if parts.config.calibration is None else parts.config.calibration.valid_for,
         "auditor": type(parts.auditor).__name__,
         "approver": None if parts.approver is None else parts.approver.name,
         "absent_scores": sorted(parts.auditor.absent),

@@ -89,6 +89,10 @@ class RepairPlan:
     """Whether the ranker may leave candidates out."""
     f_gate: str | None = None
     """None uses the configuration's."""
+    refused: float | None = None
+    """S that the approver gave the picture that it refused. The auditor passed this picture, so no candidate could gain
+    δ on its S; until a region is repaired, its control counts as no safer than this. The candidates are still scored
+    and chosen by the auditor alone."""
     label: str = ""
     """Prefix of the tournaments' names. Another label draws other candidates for the same step."""
 
@@ -189,11 +193,25 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
     accepted: Repair | None = None
     start = Repair(control, torch.zeros(control.shape[-2:]), audit)
     for k, region in enumerate(regions):
-        won = play(context, accepted or start, region, f"{plan.label}{k + 1}", finding.category, plan)
+        control_now = as_refused(accepted or start, plan.refused)
+        won = play(context, control_now, region, f"{plan.label}{k + 1}", finding.category, plan)
         accepted = won.after(accepted) if won is not None else accepted
     if accepted is None and len(regions) > 1:
-        accepted = play(context, start, union(regions), f"{plan.label}union", finding.category, plan)
+        whole = as_refused(start, plan.refused)
+        accepted = play(context, whole, union(regions), f"{plan.label}union", finding.category, plan)
     return StepResult(finding, union(regions).mask, accepted)
+
+
+def as_refused(control: Repair, refused: float | None) -> Repair:
+    """A control with an S of at most what the approver gave it, if it refused it."""
+    if refused is None:
+        return control
+    audit = control.audit
+    safety, tiles = min(audit.safety, refused), audit.tiles
+    if tiles:  # a tournament takes its control from the views that its masks touch, the whole one always
+        whole = replace(tiles[0].audit, safety=min(tiles[0].audit.safety, refused))
+        tiles = (replace(tiles[0], audit=whole), *tiles[1:])
+    return replace(control, audit=replace(audit, safety=safety, tiles=tiles))
 
 
 def unsafe_regions(context: StepContext, audit: Audit, finding: Finding, view: Float[Tensor, "3 h w"]) -> list[Region]:

@@ -215,7 +215,10 @@ def strong_repair(flagged: Flagged) -> Repair | None:
     """Repair once more with wide masks, full depth, more candidates and the F gate of `last_f_gate`."""
     config = flagged.context.parts.config
     f_gate = None if config.last_f_gate == "same" else config.last_f_gate
-    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate, label="strong ")
+    refused = None if flagged.said is None else flagged.said.probs[SAFE]
+    plan = RepairPlan(StrongProposer(), config.strong_candidates, f_gate=f_gate, label="strong ", refused=refused)
+    if refused is not None:
+        flagged.context.writer.note(f"S_0 is at most what the approver gave the refused picture: {refused:.3f}")
     context = replace(flagged.context, view=PixelView(flagged.image))
     return repair(context, flagged.audit, flagged.finding, plan).repair
 

@@ -7,7 +7,6 @@ never loaded from a model repository.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from guardpaint.errors import BadCheckpoint, BadConfig, GuardPaintError
 from guardpaint.store import plugins
-from guardpaint.store.folders import HUB, Access, resolve
+from guardpaint.store.folders import HUB, Access, folder_digest, resolve
 from guardpaint.store.manifest import MANIFEST, PartEntry
 from guardpaint.types import JsonDict
 
@@ -163,17 +162,3 @@ def load_part(role: str, entry: PartEntry, folder: Path | None, token: str | Non
         raise
     except (TypeError, ValueError, OSError, KeyError) as error:
         raise BadCheckpoint(f"{where}: cannot be loaded ({type(error).__name__}: {error})") from error
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the names and bytes of all files of a folder, hidden ones left out."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name = path.relative_to(folder)
-        if any(piece.startswith(".") for piece in name.parts):
-            continue
-        digest.update(f"{name.as_posix()}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    return digest.hexdigest()

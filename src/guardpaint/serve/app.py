@@ -280,7 +280,8 @@ def create_app(service: Service) -> FastAPI:
                 kind="server_error",
             )
         blind = {"uncovered": service.worker.uncovered} if service.worker.uncovered else {}
-        return {"status": "ready", "model": service.name, "policy": service.worker.policy_note, **blind}
+        note = {"status": "ready", "model": service.name, "policy": service.worker.policy_note}
+        return {**note, "calibrated": service.worker.calibrated, **blind}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=promised(401, 403))
     async def numbers(key: Annotated[Key, Depends(caller)]) -> Response:

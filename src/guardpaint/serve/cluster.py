@@ -141,6 +141,7 @@ class Cluster:
         """Number of pictures that are sent to replicas at once; others wait here for their turn."""
         self.ask, self.scale, self.retains, self.scope = facts.ask, facts.scale, facts.retains, facts.scope
         self.uncovered: list[str] = facts.settings.get("uncovered", [])
+        self.calibrated: str | None = facts.settings.get("calibrated")
         self.rule = Rule(restored(self.records, deployment), (time.time_ns(), 0), "at the start")
         self.changing = threading.Lock()
         self.caught: tuple[Rule, bool] | None = None

@@ -40,6 +40,7 @@ class Dispatcher(ABC):
         self.facts, self.settings, self.records = facts, settings, records
         self.ask, self.scale, self.retains, self.scope = facts.ask, facts.scale, facts.retains, facts.scope
         self.uncovered: list[str] = facts.settings.get("uncovered", [])
+        self.calibrated: str | None = facts.settings.get("calibrated")
         self.shown = SHOWN + (("released_flagged",) if facts.keeps else ())
         self.waiting: FairQueue[Job] = FairQueue(settings.queue, settings.share)
         self.ready, self.changing = threading.Condition(), threading.Lock()

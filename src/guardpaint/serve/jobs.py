@@ -159,6 +159,8 @@ class Drawing(Protocol):
     """The settings that the guard was calibrated for."""
     uncovered: list[str]
     """Categories of the policy that no part of the guard can tell."""
+    calibrated: str | None
+    """On what the guard's thresholds were measured; None if on nothing."""
     closing: bool
     on_batch: Callable[[list[Job], list[GuardReport], float], None] | None
 

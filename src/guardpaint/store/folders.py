@@ -7,6 +7,7 @@ by its hub id alone, if no folder has the owner's name.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from guardpaint.errors import BadCheckpoint
+from guardpaint.store.checkpoint import read_json
 
 HUB = "hub:"
 REVISION = r"[\w.-][\w./-]*"
@@ -116,6 +118,78 @@ def base_name(name: str) -> str:
     """The name of a base model with `hub:` before it if it is a bare hub id, which no local folder begins."""
     owner = Path(name.split("/")[0])
     return HUB + name if HUB_ID.fullmatch(name) and not owner.exists() else name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The hub's model that something was loaded from."""
+
+    repo: str
+    revision: str
+    """The commit, if the download says which it was; else the branch or tag that was asked for."""
+    folder: Path | None = None
+    """Its local copy; None if it was not downloaded by this process."""
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, name: str, folder: Path) -> Origin:
+        """The origin of a hub name that was resolved to a folder; the hub's cache names a snapshot by its commit."""
+        match = HUB_ID.fullmatch(name.removeprefix(HUB))
+        assert match is not None
+        commit = folder.name if folder.parent.name == "snapshots" else match["revision"] or "main"
+        return cls(match["repo"], commit, folder)
+
+    def to_dict(self) -> dict[str, str | None]:
+        """Repository, revision and SHA-256 over the files, which are read for it."""
+        sha256 = self.sha256
+        if sha256 is None and self.folder is not None and self.folder.is_dir():
+            sha256 = folder_digest(self.folder)
+        return {"repo": self.repo, "revision": self.revision, "sha256": sha256}
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the names and bytes of all files of a folder, hidden ones left out."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder)
+        if any(piece.startswith(".") for piece in name.parts):
+            continue
+        digest.update(f"{name.as_posix()}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+WITHOUT_WEIGHTS = ("Tokenizer", "Scheduler", "Processor", "FeatureExtractor")
+"""What the names of classes of a pipeline hold whose folders have no weights."""
+
+
+def absent_files(folder: Path) -> list[str]:
+    """Files that a downloaded model must have and has not: weights, and what its own lists name."""
+    listed = folder / "model_index.json"
+    if not listed.is_file():
+        return absent_weights(folder, "")
+    found = []
+    for name, value in read_json(listed).items():
+        if name.startswith("_") or not isinstance(value, list) or value[-1] is None:
+            continue
+        if not (folder / name).is_dir():
+            found.append(f"{name}/")
+        elif not any(word in str(value[-1]) for word in WITHOUT_WEIGHTS):
+            found += absent_weights(folder / name, f"{name}/")
+    return found
+
+
+def absent_weights(folder: Path, prefix: str) -> list[str]:
+    """The same for one model: its configuration, at least one file of safetensors, and all that an index lists."""
+    found = [] if (folder / "config.json").is_file() else [f"{prefix}config.json"]
+    if not any(p.is_file() for p in folder.glob("*.safetensors")):
+        found.append(f"{prefix}*.safetensors")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+        found += [f"{prefix}{shard}" for shard in shards if not (folder / shard).is_file()]
+    return found
 
 
 def missing(path: Path) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from guardpaint.errors import BadCheckpoint
 from guardpaint.store.checkpoint import read_json
-from guardpaint.store.folders import HUB
+from guardpaint.store.folders import HUB, Origin
 from guardpaint.types import JsonDict
 
 MANIFEST = "guardpaint.json"
@@ -47,6 +47,8 @@ class Manifest:
     """Families that have a tiny decoder."""
     readouts: dict[str, str]
     """Identity of the readouts that lie beside a decoder, by family."""
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """The hub's models that the weights in the folder came from, by what they are used for."""
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -64,7 +66,16 @@ def read_manifest(directory: Path) -> Manifest:
     if not all(isinstance(n, str) for n in [*readouts, *readouts.values()]):
         raise BadCheckpoint(f"{path}: readouts={reprlib.repr(readouts)} are not identities by family")
     parts = first_version(path, values) if values["version"] == 1 else part_entries(path, values)
-    return Manifest(config, parts, tuple(decoders), readouts)
+    origins = {use: origin_entry(path, value) for use, value in entry(path, values, "origins", dict, {}).items()}
+    return Manifest(config, parts, tuple(decoders), readouts, origins)
+
+
+def origin_entry(path: Path, value: Any) -> Origin:
+    """One origin: repository, revision and SHA-256, which are texts; the last may be unknown."""
+    known = isinstance(value, dict) and set(value) == {"repo", "revision", "sha256"}
+    if not known or not all(isinstance(v, str) or (k == "sha256" and v is None) for k, v in value.items()):
+        raise BadCheckpoint(f"{path}: origins: {reprlib.repr(value)} is not repo, revision and sha256")
+    return Origin(value["repo"], value["revision"], sha256=value["sha256"])
 
 
 def entry(path: Path, values: Mapping[str, Any], name: str, kind: type, otherwise: Any = ...) -> Any:

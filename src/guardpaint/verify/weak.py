@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from guardpaint.audit.levels import UNCHANGED
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 
 HIGHEST_TRIGGER, HIGHEST_ALPHA = 0.9, 0.2
 """A trigger above this fires on nothing but the most blatant; a promised miss rate above this promises little."""
-ACCEPTABLE = ("last_resort", "trigger", "calibration")
+ACCEPTABLE = ("last_resort", "trigger", "calibration", "scope")
 """What a service may be told to accept; it never runs in another mode than enforce."""
 
 
@@ -41,6 +42,11 @@ def weak_settings(policy: Policy, config: GuardConfig) -> list[WeakSetting]:
     if policy.trigger > HIGHEST_TRIGGER:
         why = f"above {HIGHEST_TRIGGER} the binary score hardly ever flags a picture"
         found.append(WeakSetting("trigger", f"{policy.trigger:g}", why))
+    if config.scope is None:
+        why = (
+            "large pictures are only seen whole, shrunk to the auditor's size, so small harm in them may not be seen; "
+        )
+        found.append(WeakSetting("scope", "missing", why + "run `guardpaint calibrate-scope`, or name a scope"))
     calibration = config.calibration
     if calibration is None:
         why = "nobody has measured how many unsafe pictures these thresholds miss; run `guardpaint calibrate`"
@@ -71,6 +77,17 @@ def refuse_weak(policy: Policy, config: GuardConfig, accepted: Collection[str] =
 
 
 def refuse_weaker(policy: Policy, current: Policy) -> None:
-    """Raise BadConfig if a policy opens a door that the current one keeps closed."""
+    """Raise BadConfig if a policy opens a door that the current one keeps closed.
+
+    The levels of detectors, and what was calibrated with them, put a category at 0.5. A trigger above that would let
+    pictures through that reach a level, so no more than the service's own trigger is taken there.
+    """
+    most = max(UNCHANGED, current.trigger)
+    if policy.trigger > most:
+        raise BadConfig(
+            f"trigger is {policy.trigger:g}: a running service takes at most {most:g}, since a score at its category's "
+            "level is 0.5 and a higher trigger would let it pass. To flag less, calibrate the levels; to start with "
+            "another trigger, name a policy file when the service is started"
+        )
     open_now = {w.name for w in weak_settings(current, GuardConfig())}
     refuse_weak(policy, GuardConfig(), open_now)
