@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import nn
 
-from guardpaint.testing.other_device import GENERATOR, OTHER, MixedDevices, OtherTensor, other_device
+from guardpaint.testing.other_device import OTHER, MixedDevices, OtherTensor, other_device
+from guardpaint.testing.other_tensor import GENERATOR
 from guardpaint.train.engine import Ema
 
 
@@ -199,11 +200,11 @@ def test_planted_leaks_work_on_the_cpu(leak, monkeypatch):
 @inside
 def test_factories_make_tensors_of_the_device():
     makers = [
-        torch.zeros(2, 3, device=OTHER), torch.ones(2, device="cuda"), torch.empty(2, device=OTHER),
+        torch.zeros(2, 3, device=OTHER), torch.ones(2, device="cuda:0"), torch.empty(2, device=OTHER),
         torch.full((2,), 3.0, device=OTHER), torch.arange(3, device=OTHER), torch.linspace(0, 1, 3, device=OTHER),
         torch.eye(2, device=OTHER), torch.tensor([1.0, 2.0], device=OTHER), torch.as_tensor([1], device=OTHER),
         torch.rand(2, device=OTHER), torch.randint(3, (2,), device=OTHER), torch.randperm(3, device=OTHER),
-        torch.zeros_like(torch.ones(2), device=OTHER), torch.ones(2).to(OTHER), torch.ones(2).cuda(),
+        torch.zeros_like(torch.ones(2), device=OTHER), torch.ones(2).to(OTHER),
         torch.ones(2).to(torch.ones(1, device=OTHER)), torch.ones(1, device=OTHER).new_tensor([1.0]),
         torch.zeros_like(torch.ones(2, device=OTHER)), torch.ones(1, device=OTHER).new_zeros(2),
     ]  # fmt: skip
