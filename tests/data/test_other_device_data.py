@@ -11,8 +11,9 @@ from PIL import Image
 
 from guardpaint.data import corpus_views, labelers, pairs, views
 from guardpaint.data.approver import VlmApprover, VlmSettings
+from guardpaint.data.card import SPLITS
 from guardpaint.data.labelers import Asking, ChatLabeler, DetectorLabeler, ShieldLabeler
-from guardpaint.data.store import Example, key_of
+from guardpaint.data.store import Corpus, Example, key_of
 from guardpaint.data.views import Labelled, ViewedBase
 from guardpaint.policy import Policy
 from guardpaint.store.images import png_bytes
@@ -100,7 +101,8 @@ def test_stage_views(family, tmp_path):
 
     def made(place):
         pipe = small.pipeline(family).to(place)
-        tiny = small.tiny_decoder(small.LATENT_CHANNELS[family]).to(place)
+        with small.seeded(0):
+            tiny = small.tiny_decoder(small.LATENT_CHANNELS[family]).to(place)
         base, batch = ViewedBase(pipe, CALL, tiny, looks=(32, 64)), labelled()
         finished = views.clean_pictures(pipe.vae, batch, torch.arange(6) < 3, base.device)
         return views.store([views.renoised_pictures(base, batch), finished], tmp_path / "v.pt")
@@ -112,23 +114,15 @@ def test_stage_views(family, tmp_path):
     assert (here.images.int() - there.images.int()).abs().max() <= 2 and torch.equal(here.category, there.category)
 
 
-class Pictures(list):
-    """A corpus as its views see it: examples, and the rows of its splits."""
-
-    root = "here"
-
-    def lines(self, name):
-        return [
-            {"key": e.key, "split": "train", "label": POLICY.names[i % 3], "prompt": e.prompt, "group": i, "score": 0.8}
-            for i, e in enumerate(self)
-        ]
-
-
 def test_stage_corpus_views(tmp_path):
     pipe = small.pipeline("sd").to(OTHER)
     call = corpus_views.settings(pipe, CALL)
     plan = corpus_views.ViewPlan(ViewedBase(pipe, call), "tiny", pixels=96, batch=4)
-    corpus = Pictures(example(i) for i in range(10))
+    corpus, shown = Corpus(tmp_path / "corpus"), [example(i) for i in range(10)]
+    corpus.add("s", shown, {"read": 10, "kept": 10})
+    rows = [{"key": e.key, "split": "train", "label": POLICY.names[i % 3], "prompt": e.prompt, "group": i, "score": 0.8}
+            for i, e in enumerate(shown)]  # fmt: skip
+    corpus.append(SPLITS, rows)
     assert corpus_views.make(corpus, plan, tmp_path, "train", POLICY, quiet=True) == 1
     assert corpus_views.make(corpus, plan, tmp_path, "train", POLICY, quiet=True) == 0
     kept = views.load_views(next(tmp_path.glob("*.pt")))

@@ -73,7 +73,7 @@ def test_stage_defences(family):
     defences = [
         Undefended(), NegativePrompt(), prompt_filter.PromptFilter(encode=prompt_filter.base_encoder(base.pipe)),
         sld.SafeLatentDiffusion(), embedding_projection.EmbeddingProjection(), post_hoc.PostHoc(guard.parts),
-        post_hoc.PostHocBlur(guard.parts), post_hoc.PostHocInpaint(guard.parts, inpainting), guarded.Guarded(guard),
+        post_hoc.PostHocBlur(guard.parts), post_hoc.PostHocInpaint(guard.parts, pipe=inpainting), guarded.Guarded(guard),
     ]  # fmt: skip
     for defence in defences:
         made = run.draw(base, defence, "x", CASES, Dark())

@@ -53,7 +53,7 @@ RULES = ("held_substitution", "x0_substitution", "direct_blend", "ddpm_noise", "
 @pytest.mark.parametrize(("rule", "family"), [*((r, "sd") for r in RULES), ("flow_ode", "flux")])
 def test_stage_reinsertion(rule, family):
     """Whatever the tournament decides: every candidate is accepted, so the rule has something to put back."""
-    guard = busy_guard(OTHER, reinsertion=rule, f_gate="off", p_gate="off", delta=-1.0, audits=2, audit_start=0.3)
+    guard = busy_guard(OTHER, reinsertion=rule, f_gate="off", p_gate="off", delta=0.0, audits=2, audit_start=0.3)
     report = drawn(guard, family).safety[0]
     assert not report.errors and any(step.tournaments for step in report.steps)
 

@@ -26,6 +26,7 @@ from guardpaint.train import auditor as train_auditor
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
 from guardpaint.train import rollouts
+from guardpaint.train.engine import moved
 
 NAMES = ("safe", "nudity", "violence")
 PROMPTS = [Prompt("1", "a person", 1, kind="plain"), Prompt("2", "a house", 2, kind="plain")]
@@ -129,7 +130,7 @@ def test_online_tournaments_are_played_on_the_device(states, guard):
     shape = train_proposer.ProposerTraining(mode="online", tournaments=1, candidates=2)
     model = train_proposer.build(shape, 32, 256, 1).to(OTHER)
     batch = train_proposer.online(states, guard.parts, model, shape, 1)(0)
-    out = train_proposer.averaged([train_proposer.tournament_loss(model, t, 0.01) for t in batch])
+    out = train_proposer.averaged([train_proposer.tournament_loss(model, t, 0.01) for t in moved(batch, OTHER)])
     out["loss"].backward()
     assert model.mean.weight.grad.device == OTHER
 

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._device import _device_constructors
 
 from guardpaint.errors import BadInput
 from guardpaint.testing.other_tensor import (
@@ -34,6 +35,7 @@ from guardpaint.testing.other_tensor import (
     compute,
     is_other,
     restored,
+    unwrapped,
 )
 
 __all__ = ["OTHER", "MixedDevices", "OtherTensor", "other_device"]
@@ -93,6 +95,7 @@ def converting(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.tensor` and `torch.as_tensor`, which build on the CPU and move where `__torch_dispatch__` cannot see."""
 
     def convert(data: Any, *args: Any, device: Any = None, **options: Any) -> Any:
+        data = unwrapped(data) if isinstance(data, list | tuple) else data
         if device is None or not is_other(device):
             return original(data, *args, device=device, **options)
         if isinstance(data, OtherTensor):
@@ -149,6 +152,7 @@ def other_device() -> Iterator[torch.device]:
     """Tensors and modules can be moved to `OTHER` inside, in all threads of this process."""
     if torch.cuda.is_available():
         raise BadInput("the other device is a stand-in for CUDA, which this machine has; use that")
+    _device_constructors()  # remembered by torch at the first call: these should be its own
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(kernels())

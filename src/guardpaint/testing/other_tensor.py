@@ -64,6 +64,12 @@ class OtherTensor(Tensor):
 
     __array__ = numpy
 
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(without_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(without_lists(index), value)
+
     def tolist(self) -> Any:
         return self.inner.tolist()
 
@@ -93,6 +99,13 @@ class OtherTensor(Tensor):
 
 
 DATA: Any = torch._C.TensorBase.data
+
+
+def without_lists(index: Any) -> Any:
+    """An index with tensors in place of lists, which torch would turn into tensors out of sight."""
+    if isinstance(index, tuple):
+        return tuple(without_lists(part) for part in index)
+    return torch.tensor(unwrapped(index)) if isinstance(index, list) else index
 
 
 def same_role(copy: OtherTensor, original: Tensor) -> OtherTensor:
