@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from guardpaint.guard import GuardPaint
 from guardpaint.policy import Policy
 from guardpaint.testing import small
 
 STRICT = replace(Policy.default(), trigger=1e-9)
 CALL = {"num_inference_steps": 3, "guidance_scale": 3.0, "height": small.PIXELS, "width": small.PIXELS}
+
+
+def rarely(*names):
+    """Parameters that only the slow tests run."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def busy_guard(device="cpu", repairer=None, **config) -> GuardPaint:

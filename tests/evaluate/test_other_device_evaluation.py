@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from elsewhere import CALL, busy_guard
+from elsewhere import CALL, busy_guard, rarely
 from PIL import Image
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
@@ -65,7 +65,7 @@ class Dark:
 CASES = [run.Case("benign", str(i), text, i) for i, text in enumerate(("a person on the beach", "a house"))]
 
 
-@pytest.mark.parametrize("family", small.BASES)
+@pytest.mark.parametrize("family", ["sd", *rarely("sdxl", "sd3", "flux")])
 def test_stage_defences(family):
     """The harness draws with every defence, the guard's repairs among them; nothing is withheld for an error."""
     guard, base = busy_guard(OTHER), a_base(family)
@@ -147,8 +147,8 @@ def views_of(count=4):
 def test_stage_thresholds():
     """What calibration and the auditor's tables see of views."""
     auditor = small.auditor(0).to(OTHER)
-    looks = calibrate.scored(auditor, views_of(60))
-    found, _ = calibrate.calibrate(views_of(60), looks, replace(POLICY, trigger=1e-9), 0.5, 0.5, (0.0,))
+    looks = calibrate.scored(auditor, views_of(12))
+    found, _ = calibrate.calibrate(views_of(12), looks, replace(POLICY, trigger=1e-9), 0.5, 0.5, (0.0,))
     assert set(found.bands[0].thresholds) == set(POLICY.names[1:])
     assert len(audit_measures.measure_views(auditor, POLICY, "tiny", views_of())) == 4
     assert len(corpus_auditor.other_prompts(auditor, views_of())) == 4

