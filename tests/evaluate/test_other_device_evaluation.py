@@ -33,6 +33,7 @@ from guardpaint.testing.other_device import OTHER, other_device
 from guardpaint.train import rollouts
 
 POLICY = Policy.default()
+BRIEF = {"num_inference_steps": 2, "guidance_scale": 4.0}
 LEXICON = Lexicon(
     keywords=("naked",),
     sentences=("a naked person",),
@@ -73,7 +74,7 @@ def test_stage_defences(family):
     defences = [
         Undefended(), NegativePrompt(), prompt_filter.PromptFilter(encode=prompt_filter.base_encoder(base.pipe)),
         sld.SafeLatentDiffusion(), embedding_projection.EmbeddingProjection(), post_hoc.PostHoc(guard.parts),
-        post_hoc.PostHocBlur(guard.parts), post_hoc.PostHocInpaint(guard.parts, pipe=inpainting), guarded.Guarded(guard),
+        post_hoc.PostHocBlur(guard.parts), post_hoc.PostHocInpaint(guard.parts, pipe=inpainting, call=BRIEF), guarded.Guarded(guard),
     ]  # fmt: skip
     for defence in defences:
         made = run.draw(base, defence, "x", CASES, Dark())

@@ -52,7 +52,7 @@ def test_stage_latents(home, tmp_path):
 
 def run(home, out, method, minutes=None, **options):
     model = {"method": method, "rank": 4, "unroll_every": 1, **options}
-    train = {"steps": 2, "batch_size": 8, "learning_rate": 0.01, "warmup": 1, "seed": 1, "validate_every": 2}
+    train = {"steps": 2, "batch_size": 4, "learning_rate": 0.01, "warmup": 1, "seed": 1, "validate_every": 2}
     out.mkdir(parents=True, exist_ok=True)
     (out / "c.yaml").write_text(json.dumps({"model": model, "train": train}))
     align.run(Run(out / "c.yaml", out, minutes, quiet=True), method, str(home / "inpainter"), home / "pairs")
@@ -61,7 +61,8 @@ def run(home, out, method, minutes=None, **options):
 
 @pytest.mark.parametrize("method", ["sft", "bco", *rarely("kto", "bco-refreshed")])
 def test_stage_alignment(home, tmp_path, method):
-    """A run stops, resumes, is watched, merged and plotted; the CPU measures the same."""
+    """A run stops, resumes, is watched, merged and plotted; in the slow ones, the CPU measures the same."""
+    compared = method in ("kto", "bco-refreshed")
     options = {"reference": "refresh", "refresh_every": 1} if method.endswith("refreshed") else {}
     method = method.partition("-")[0]
     with other_device():
@@ -71,7 +72,7 @@ def test_stage_alignment(home, tmp_path, method):
         assert (out / name).stat().st_size > 0
     after = load_pipeline(out / "model").unet.state_dict()
     assert {v.device.type for v in after.values()} == {"cpu"}
-    if method == "sft":
+    if not compared:
         return
     here = run(home, tmp_path / "here", method, **options)
     measured = [list(csv.DictReader((place / "watch.csv").open())) for place in (here, out)]

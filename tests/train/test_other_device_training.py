@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from elsewhere import busy_guard
 
 from guardpaint.audit.model import AuditorScorer
@@ -133,6 +134,16 @@ def test_online_tournaments_are_played_on_the_device(states, guard):
     out = train_proposer.averaged([train_proposer.tournament_loss(model, t, 0.01) for t in moved(batch, OTHER)])
     out["loss"].backward()
     assert model.mean.weight.grad.device == OTHER
+
+
+def test_a_run_of_the_device_goes_on_where_there_is_none(played, monkeypatch):
+    """What was saved on the device resumes on the CPU, and the other way round."""
+    file = config(played, {}, steps=4)
+    for minutes, place in ((0.0, OTHER), (0.0, "cpu"), (None, OTHER)):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(place))
+        AcceleratorState._reset_state(True)
+        train_ranker.run(file, played, played / "run", minutes, quiet=True)
+    assert (played / "run/model/card.json").exists()
 
 
 def test_stage_ranker(played):

@@ -6,11 +6,10 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check  # a checker would look at every one of thousands of operations
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 OTHER = torch.device("cuda", 0)
 """What tensors of the other device report."""
@@ -23,6 +22,7 @@ class MixedDevices(RuntimeError):
     """An operation got tensors of both devices, as CUDA refuses it."""
 
 
+@no_type_check
 class OtherTensor(Tensor):
     """A tensor of the other device; `inner` is the CPU tensor that computes."""
 
@@ -161,6 +161,7 @@ def of_other(generator: torch.Generator) -> bool:
     return any(torch.equal(g.get_state(), state) for g in OtherGenerator.alive)
 
 
+@no_type_check
 def check_generator(generator: torch.Generator | None) -> None:
     """Raise as CUDA does for a generator of the CPU."""
     if generator is not None and not of_other(generator):
@@ -186,10 +187,12 @@ INDEXED = frozenset(("index", "index_put", "index_put_", "_index_put_impl_", "_u
 MESSAGE = "Expected all tensors to be on the same device, but found at least two devices, {} and cpu! (in {})"
 
 
+@cache
 def name_of(func: Any) -> str:
     return str(func._schema.name).rpartition("::")[2]
 
 
+@no_type_check
 def tensors_of(values: Any) -> Iterator[Tensor]:
     """All tensors in the arguments of an operation."""
     for value in values:
@@ -205,11 +208,18 @@ def written(func: Any) -> frozenset[str]:
     return frozenset(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+@cache
+def names_of(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@no_type_check
 def named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by name."""
-    return {**{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    return {**dict(zip(names_of(func), args, strict=False)), **kwargs}
 
 
+@no_type_check
 def check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise as CUDA does if the tensors may not meet in this operation, or the generator is of the wrong device."""
     name = name_of(func)
@@ -217,7 +227,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         return
     values = named(func, args, kwargs)
     if name in ON_CPU:
-        place = func._schema.arguments[ON_CPU[name]].name
+        place = names_of(func)[ON_CPU[name]]
         lengths = values.pop(place)
         if isinstance(lengths, OtherTensor):
             raise MixedDevices(f"'{place}' argument should be a 1D CPU int64 tensor, but got a {OTHER} tensor")
@@ -269,14 +279,25 @@ def returned(func: Any) -> tuple[str | None, ...]:
     return tuple(found)
 
 
+@no_type_check
 def unwrapped(value: Any) -> Any:
-    return tree_map_only(OtherTensor, lambda t: t.inner, value)
+    """The inner tensor of a tensor, also inside lists and dictionaries."""
+    if isinstance(value, OtherTensor):
+        return value.inner
+    if isinstance(value, list | tuple):
+        return type(value)([unwrapped(v) for v in value])
+    return {k: unwrapped(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+@no_type_check
 def wrapped(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t if isinstance(t, OtherTensor) else OtherTensor(t), value)
+    """A result of a computation as tensors of this device."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, OtherTensor) else OtherTensor(value)
+    return type(value)([wrapped(v) for v in value]) if isinstance(value, list | tuple) else value
 
 
+@no_type_check
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation with tensors of the other device, or one that makes such tensors."""
     if composite(func):
@@ -305,6 +326,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+@no_type_check
 def placed(result: Any, owner: str | None, given: Mapping[str, Any], goal: Any) -> Any:
     """A result where it belongs: the argument that it is, a tensor of the device asked for, or one of this device."""
     if owner is not None:
@@ -312,5 +334,6 @@ def placed(result: Any, owner: str | None, given: Mapping[str, Any], goal: Any) 
     return result if goal is not None and not is_other(goal) else wrapped(result)
 
 
+@no_type_check
 def is_other(device: Any) -> bool:
     return torch.device(device).type in (OTHER.type, PLACE.type)
