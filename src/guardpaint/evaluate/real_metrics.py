@@ -120,7 +120,7 @@ class VisionFeatures(nn.Module):
     @torch.no_grad()
     def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
         pictures = [Image.fromarray(i.permute(1, 2, 0).cpu().numpy()) for i in images]
-        values = self.processor(images=pictures, return_tensors="pt")
+        values = self.processor(images=pictures, return_tensors="pt").to(self.model.device)
         return self.model(**values).pooler_output
 
 

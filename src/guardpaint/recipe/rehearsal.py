@@ -72,7 +72,7 @@ def run(
         for s, r in records if r is not None
     ]  # fmt: skip
     left = [s.name for s in engine.recipe.stages if s not in stages]
-    minutes = sum(row["seconds"] for row in rows) / 60
+    minutes = sum(r.seconds for _, r in records if r is not None) / 60
     return Rehearsal(path.stem, minutes, rows, left, families(engine.recipe.out), changed)
 
 

@@ -97,6 +97,10 @@ class Surrogate:
     encoder: Any
 
     @property
+    def device(self) -> torch.device:
+        return next(self.encoder.parameters()).device
+
+    @property
     def length(self) -> int:
         return int(self.tokenizer.model_max_length)
 
@@ -107,8 +111,9 @@ class Surrogate:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Float[Tensor, "b d"]:
-        """Mean text state of each text, scaled to unit length."""
-        return self.pool(self.encoder(self.ids(texts)).last_hidden_state, self.ids(texts))
+        """Mean text state of each text, scaled to unit length; on the CPU."""
+        ids = self.ids(texts).to(self.device)
+        return self.pool(self.encoder(ids).last_hidden_state, ids).cpu()
 
     def pool(self, states: Float[Tensor, "b l d"], ids: Int[Tensor, "b l"]) -> Float[Tensor, "b d"]:
         real = (ids != self.tokenizer.pad_token_id).float()

@@ -24,6 +24,7 @@ from guardpaint.train import noise_seeds
 from guardpaint.train.aligner import Aligner
 from guardpaint.train.alignment_batch import AlignmentBatch
 from guardpaint.train.alignment_config import AlignConfig
+from guardpaint.train.engine import moved
 from guardpaint.train.pair_latents import PairLatents
 
 LEVELS = (100, 300, 600)
@@ -202,9 +203,9 @@ class AlignmentWatch:
         labels = torch.cat([torch.ones(len(good)), torch.zeros(len(gain[1]))]).bool()
         both = torch.cat([good, gain[1]])
         if self.config.method == "kto":
-            margin = L.kto_margin(-both, model.delta, labels, self.config.kto)
+            margin = L.kto_margin(-both, model.delta.cpu(), labels, self.config.kto)
         else:
-            margin = L.bco_margin(both, model.delta, labels)
+            margin = L.bco_margin(both, model.delta.cpu(), labels)
         right_side = torch.sigmoid(margin)
         mean = lambda k, name: float(torch.cat([lv[k][name] for lv in levels]).mean())  # noqa: E731
         reference = torch.cat([lv[k]["reference"].flatten() for lv in levels for k in (0, 1)])
@@ -231,23 +232,26 @@ class AlignmentWatch:
         return fine_structure(self.pairs.target[self.unsafe], self.pairs.mask[self.unsafe])
 
     def answers(self, model: Aligner, batch: AlignmentBatch) -> dict[str, Tensor]:
-        """Errors and estimates of policy and reference on one batch, per sample."""
+        """Errors and estimates of policy and reference on one batch, per sample; computed on the model's device."""
+        batch = moved(batch, model.delta.device)
+        low, high = self.low.to(model.delta.device), self.high.to(model.delta.device)
         z = model.noised(batch.z0, batch.t, batch.eps)
         policy, reference = model.predict(z, batch.t, batch), model.reference(z, batch.t, batch)
         alpha = model.alphas[batch.t]
         clean, anchor = L.clean_estimate(z, policy, alpha), L.clean_estimate(z, reference, alpha)
         inside = masked_mean(clean, batch.mask)
         rest = 1 - batch.mask
-        return {
+        found = {
             "gain": L.masked_error(anchor, batch.z0, batch.mask) - L.masked_error(clean, batch.z0, batch.mask),
             "identity": L.identity_gap(clean, anchor),
             "fine": fine_structure(clean, batch.mask),
-            "off": ((inside < self.low) | (inside > self.high)).any(1).float(),
+            "off": ((inside < low) | (inside > high)).any(1).float(),
             "outside": (((policy - batch.eps) * rest) ** 2).mean((1, 2, 3)),
             "outside_reference": (((reference - batch.eps) * rest) ** 2).mean((1, 2, 3)),
             "reference": anchor,
             "error": ((policy - batch.eps) ** 2).mean((1, 2, 3)),
         }
+        return {name: value.cpu() for name, value in found.items()}
 
     def write(self) -> None:
         """Write a row for every measurement to `watch.csv`."""

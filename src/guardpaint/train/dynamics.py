@@ -16,6 +16,7 @@ from guardpaint.errors import BadInput
 from guardpaint.train import noise_seeds
 from guardpaint.train.alignment_batch import AlignmentBatch
 from guardpaint.train.alignment_loss import HINGE
+from guardpaint.train.engine import moved
 from guardpaint.train.pair_latents import PairLatents
 
 LEVELS = (700, 500, 300, 100, 5)
@@ -119,7 +120,7 @@ def activations(model: Any, pairs: PairLatents, names: Sequence[str]) -> tuple[F
     was_training, outputs = model.training, []
     model.eval()
     module = model.unet.get_base_model().mid_block.attentions[0].transformer_blocks[-1].attn2
-    hook = module.register_forward_hook(lambda _, __, out: outputs.append(out.mean(1)))
+    hook = module.register_forward_hook(lambda _, __, out: outputs.append(out.mean(1).cpu()))
     rows = torch.cat([(pairs.category == k).nonzero().flatten()[:PER_CLASS] for k in range(len(names))])
     z0 = torch.where((pairs.category[rows] == 0).view(-1, 1, 1, 1), pairs.target[rows], pairs.source[rows])
     eps = torch.randn(z0.shape, generator=torch.Generator().manual_seed(noise_seeds.FIGURES))
@@ -129,7 +130,8 @@ def activations(model: Any, pairs: PairLatents, names: Sequence[str]) -> tuple[F
             batch = AlignmentBatch(
                 z0, pairs.mask[rows], pairs.masked[rows], pairs.ids[rows], pairs.category[rows], t, eps, eps
             )
-            model.predict(model.noised(z0, t, eps), t, batch)
+            batch = moved(batch, model.delta.device)
+            model.predict(model.noised(batch.z0, batch.t, batch.eps), batch.t, batch)
     finally:
         hook.remove()
         model.train(was_training)

@@ -365,7 +365,7 @@ class Best:
         return bool(config.patience) and self.since >= config.patience
 
     def weights(self, out: Path) -> dict[str, Tensor]:
-        return torch.load(out / BEST, weights_only=True)
+        return torch.load(out / BEST, map_location="cpu", weights_only=True)
 
 
 class averaged:
@@ -419,10 +419,11 @@ def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema, validate: obje
     if not path.exists():
         return 0, 0.0
     try:
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         load_weights(model, state["model"])
         optimiser.load_state_dict(state["optimiser"])
-        ema.shadow, ema.updates = state["ema"], state["updates"]
+        ema.shadow = {k: v.to(ema.shadow[k].device) for k, v in state["ema"].items()}
+        ema.updates = state["updates"]
         if isinstance(validate, Resumable) and state.get("validation") is not None:
             validate.load_state_dict(state["validation"])
     except Exception as error:

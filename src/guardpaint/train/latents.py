@@ -19,9 +19,10 @@ def pixels_of(images: list[np.ndarray]) -> Float[Tensor, "b 3 h w"]:
 
 
 def encoded(vae: Any, pixels: Float[Tensor, "b 3 H W"]) -> Float[Tensor, "b c h w"]:
-    """Scaled latents at the posterior's mode, in half precision."""
+    """Scaled latents at the posterior's mode, in half precision; on the CPU, wherever the autoencoder is."""
     with torch.no_grad():
-        raw = vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist.mode()
+        pixels = pixels.to(vae.device).contiguous(memory_format=torch.channels_last)
+        raw = vae.encode(pixels).latent_dist.mode().cpu()
     return ((raw - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor).half().contiguous()
 
 
@@ -36,5 +37,5 @@ def fingerprint(vae: Any) -> str:
     """Digest of an autoencoder's scale, shift and encoder weights in half precision, stored with its latents."""
     digest = hashlib.sha256(repr((vae.config.scaling_factor, vae.config.shift_factor)).encode())
     for value in (*vae.encoder.state_dict().values(), *vae.quant_conv.state_dict().values()):
-        digest.update(value.half().float().contiguous().numpy().tobytes())
+        digest.update(value.half().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

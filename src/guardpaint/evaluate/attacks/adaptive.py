@@ -27,7 +27,7 @@ from guardpaint.types import SAFE, Audit, Auditor, Embeds
 
 def worry(auditor: AuditorScorer, images: Float[Tensor, "b 3 h w"], ids: Tensor) -> Float[Tensor, " b"]:
     """The loss that an attacker minimises: the logit of the trigger plus the margin of the harmful classes."""
-    scores = auditor(images, ids, torch.zeros(len(images)))
+    scores = auditor(images, ids, torch.zeros(len(images), device=images.device))
     classes = auditor.unweighted(scores.class_logits)
     harm = classes[:, 1:].logsumexp(1) - classes[:, 0]
     return scores.adv_logit + harm
@@ -41,11 +41,12 @@ def perturbed(
     steps: int = 20,
     careful: Careful | None = None,
 ) -> Float[Tensor, "b 3 h w"]:
-    """The images after projected gradient descent on `worry`, within ±eps of every pixel.
+    """The images after projected gradient descent on `worry`, within ±eps of every pixel; on the CPU.
 
     Against a careful auditor the gradient also covers its copies, drawn with secrets that the attacker guesses.
     """
-    ids = auditor.token_ids(list(prompts))
+    images = images.to(auditor.device)
+    ids = auditor.token_ids(list(prompts)).to(auditor.device)
     for p in auditor.parameters():
         p.requires_grad_(False)
     moved = images.clone()
@@ -59,7 +60,7 @@ def perturbed(
         (grad,) = torch.autograd.grad(total, moved)
         with torch.no_grad():
             moved = (moved - size * grad.sign()).clamp(images - eps, images + eps).clamp(0, 1)
-    return moved.detach()
+    return moved.detach().cpu()
 
 
 class Careful:

@@ -53,7 +53,7 @@ class Mma:
         for _ in range(self.rounds):
             grad = self.gradient(before, free, after, want, surrogate)
             place = rng.randrange(self.tokens)
-            table = surrogate.encoder.get_input_embeddings().weight.detach()
+            table = surrogate.encoder.get_input_embeddings().weight.detach().cpu()
             ranking = (table[allowed] @ grad[place]).argsort(descending=True)[: self.top].tolist()
             options = [[*free[:place], allowed[r], *free[place + 1 :]] for r in ranking]
             scores = surrogate.embed(prompts(options)) @ want
@@ -68,6 +68,7 @@ class Mma:
         tokenizer = surrogate.tokenizer
         row = [tokenizer.bos_token_id, *before, *free, *after, tokenizer.eos_token_id][: surrogate.length]
         ids: Int[Tensor, "1 l"] = torch.tensor([row + [tokenizer.pad_token_id] * (surrogate.length - len(row))])
+        ids, want = ids.to(surrogate.device), want.to(surrogate.device)
         layer = surrogate.encoder.get_input_embeddings()
         kept: list[Tensor] = []
 
@@ -85,7 +86,7 @@ class Mma:
         finally:
             hook.remove()
         start = 1 + len(before)
-        part = grad[0, start : start + len(free)]
+        part = grad[0, start : start + len(free)].cpu()
         return torch.nn.functional.pad(part, (0, 0, 0, len(free) - len(part)))
 
 

@@ -1,0 +1,129 @@
+"""Labelers, approver, pairs and views with their models on another device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import vlms
+from elsewhere import CALL, STRICT, rarely
+from PIL import Image
+
+from guardpaint.data import corpus_views, labelers, pairs, views
+from guardpaint.data.approver import VlmApprover, VlmSettings
+from guardpaint.data.card import SPLITS
+from guardpaint.data.labelers import Asking, ChatLabeler, DetectorLabeler, ShieldLabeler
+from guardpaint.data.store import Corpus, Example, key_of
+from guardpaint.data.views import Labelled, ViewedBase
+from guardpaint.policy import Policy
+from guardpaint.store.images import png_bytes
+from guardpaint.testing import small
+from guardpaint.testing.other_device import OTHER, other_device
+
+POLICY = Policy.default()
+PICTURES = [Image.new("RGB", (64, 48), c) for c in ("red", "blue")]
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with other_device() as device:
+        yield device
+
+
+@pytest.mark.parametrize("family", sorted(vlms.CHAT))
+def test_stage_labeler_chat(family):
+    """Labels, sampled passes, captions and rewritings are those of the CPU."""
+
+    def answers(place):
+        labeler = ChatLabeler(*vlms.CHAT[family](), Asking(POLICY, passes=2, longest=4), family).to(place)
+        return labeler.label(PICTURES), labeler.caption(PICTURES), labeler.rewrite(PICTURES[0], "a", "b")
+
+    assert answers(OTHER) == answers("cpu")
+
+
+def test_stage_labeler_shield():
+    one, two = (ShieldLabeler(*vlms.shieldgemma(), POLICY, "s").to(d).label(PICTURES) for d in (OTHER, "cpu"))
+    assert [a.scores for a in one] == [pytest.approx(b.scores, abs=1e-4) for b in two]
+
+
+def test_stage_labeler_detector():
+    made = (DetectorLabeler(*vlms.grounding_dino(), POLICY, labelers.PHRASES).to(d) for d in (OTHER, "cpu"))
+    one, two = (labeler.label(PICTURES) for labeler in made)
+    assert [a.scores for a in one] == [pytest.approx(b.scores, abs=1e-4) for b in two]
+
+
+def test_stage_approver(tmp_path):
+    """It approves on the device, and its folder is written from there."""
+    settings = VlmSettings("shieldgemma:here", POLICY.to_dict())
+    approver = VlmApprover(ShieldLabeler(*vlms.shieldgemma(), POLICY, "s"), settings).to(OTHER)
+    image = torch.rand(3, 64, 64, device=OTHER)
+    assert set(approver.approve(image, "a cat", False).probs) == set(POLICY.names)
+    approver.save_pretrained(tmp_path)
+    assert VlmApprover.from_pretrained(tmp_path).to("cpu").digest() == approver.digest()
+
+
+def example(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = png_bytes(Image.fromarray(pixels))
+    return Example(key_of(data), data, f"somebody {seed}", "s", None)
+
+
+def test_stage_pairs(tmp_path):
+    """Auditor and inpainter on the device make masks and safe versions of labelled pictures."""
+    shown = [example(i) for i in range(3)]
+    known = {
+        e.key: {"split": "train", "label": c, "prompt": e.prompt}
+        for e, c in zip(shown, ("nudity", "violence", "safe"), strict=True)
+    }
+    paint = pairs.painter(small.inpainter(0).to(OTHER).pipe, steps=2)
+    maker = pairs.PairMaker(small.auditor(0).to(OTHER), paint, STRICT, lambda *_: None, tries=1)
+    counts = pairs.from_corpus(tmp_path, shown, known, maker)
+    assert counts["made"] + counts["auditor refused"] + counts["no mask"] == 2 and counts["safe"] == 1
+    assert counts["no mask"] < 2
+
+
+def labelled(count=6):
+    category = torch.arange(count) % 3
+    return Labelled(
+        images=torch.rand(count, 3, 64, 64, generator=torch.Generator().manual_seed(0)),
+        masks=torch.zeros(count, 1, 1, dtype=torch.bool),
+        category=category,
+        seeds=list(range(count)),
+        prompts=[f"picture {i}" for i in range(count)],
+        names=POLICY.names,
+    )
+
+
+@pytest.mark.parametrize("family", ["sd", "flux", *rarely("sdxl", "sd3")])
+@torch.no_grad()
+def test_stage_views(family, tmp_path):
+    """Views of unfinished and finished pictures are those of the CPU, with a tiny decoder's early exits too."""
+
+    def made(place):
+        pipe = small.pipeline(family).to(place)
+        with small.seeded(0):
+            tiny = small.tiny_decoder(small.LATENT_CHANNELS[family]).to(place)
+        base, batch = ViewedBase(pipe, CALL, tiny, looks=(32, 64)), labelled()
+        finished = views.clean_pictures(pipe.vae, batch, torch.arange(6) < 3, base.device)
+        return views.store([views.renoised_pictures(base, batch), finished], tmp_path / "v.pt")
+
+    here = made("cpu")
+    made(OTHER)
+    there = views.load_views(tmp_path / "v.pt")
+    assert {getattr(there, k).device.type for k in views.TENSORS} == {"cpu"}
+    assert (here.images.int() - there.images.int()).abs().max() <= 2 and torch.equal(here.category, there.category)
+
+
+def test_stage_corpus_views(tmp_path):
+    pipe = small.pipeline("sd").to(OTHER)
+    call = corpus_views.settings(pipe, CALL)
+    plan = corpus_views.ViewPlan(ViewedBase(pipe, call), "tiny", pixels=96, batch=4)
+    corpus, shown = Corpus(tmp_path / "corpus"), [example(i) for i in range(10)]
+    corpus.add("s", shown, {"read": 10, "kept": 10})
+    rows = [{"key": e.key, "split": "train", "label": POLICY.names[i % 3], "prompt": e.prompt, "group": i, "score": 0.8}
+            for i, e in enumerate(shown)]  # fmt: skip
+    corpus.append(SPLITS, rows)
+    assert corpus_views.make(corpus, plan, tmp_path, "train", POLICY, quiet=True) == 1
+    assert corpus_views.make(corpus, plan, tmp_path, "train", POLICY, quiet=True) == 0
+    kept = views.load_views(next(tmp_path.glob("*.pt")))
+    assert kept.strength is not None and set(kept.kind.tolist()) >= {1, 2} and kept.images.shape[-1] == 96
