@@ -26,11 +26,11 @@ class MixedDevices(RuntimeError):
 class OtherTensor(Tensor):
     """A tensor of the other device; `inner` is the CPU tensor that computes."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: Tensor, requires_grad: bool = False) -> OtherTensor:
-        made: OtherTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OtherTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -46,7 +46,7 @@ class OtherTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return compute(func, args, kwargs or {})
 
     def _put(self, value: Tensor) -> None:
@@ -56,10 +56,10 @@ class OtherTensor(Tensor):
         DATA.__set__(self, value)
         self.inner = value.inner
 
-    device = property(lambda self: OTHER)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: OTHER)
+    is_cuda = property(lambda self: True)
 
-    def numpy(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+    def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"can't convert {OTHER} device type tensor to numpy. Use Tensor.cpu() to copy it to the host")
 
     __array__ = numpy
@@ -84,7 +84,7 @@ class OtherTensor(Tensor):
         made = torch.tensor(data, **{"dtype": self.dtype, **options, "device": "cpu"})
         return made.to(options.get("device", OTHER))
 
-    data = property(lambda self: self.detach(), _put)  # type: ignore[assignment]
+    data = property(lambda self: self.detach(), _put)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{self.inner!r} on {OTHER}"
@@ -111,7 +111,7 @@ def without_lists(index: Any) -> Any:
 def same_role(copy: OtherTensor, original: Tensor) -> OtherTensor:
     """The copy, marked as a parameter if the original is one."""
     if getattr(original, "_is_param", False):
-        copy._is_param = True  # type: ignore[attr-defined]
+        copy._is_param = True
     return copy
 
 
@@ -125,7 +125,7 @@ def restored(inner: Tensor, requires_grad: bool, parameter: bool) -> Tensor:
         return nn.Parameter(plain, requires_grad) if parameter else plain
     made = OtherTensor(inner, requires_grad)
     if parameter:
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
     return made
 
 
