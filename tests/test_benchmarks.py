@@ -11,7 +11,6 @@ import pytest
 from guardpaint.errors import BadInput
 from guardpaint.store.results import metric, read_rows
 
-
 BENCH = Path(__file__).parents[1] / "bench"
 
 
@@ -35,6 +34,10 @@ def test_parts_keep_each_other(bench, tmp_path):
     results.write("one", results.Measured({"one.a": metric(4, 1)}, [{"x": 7}]), out)
     stored = json.loads(out.read_text())["metrics"]
     assert {name: m["value"] for name, m in stored.items()} == {"one.a": 4, "two.a": 3}
-    assert [(r["part"], r["x"], r["y"]) for r in read_rows(out)] == [("one", "7", ""), ("two", "", "5"), ("two", "", "6")]
+    assert [(r["part"], r["x"], r["y"]) for r in read_rows(out)] == [
+        ("one", "7", ""),
+        ("two", "", "5"),
+        ("two", "", "6"),
+    ]
     with pytest.raises(BadInput, match=r"metric 'two.b': the metrics of this part are named one.NAME"):
         results.write("one", results.Measured({"two.b": metric(1, 1)}, []), out)
