@@ -398,7 +398,7 @@ def test_a_prompt_file_is_a_suite(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text("one\ntwo\n")
     (cases,), notes = harness.open_suites(asked(tmp_path, suite=str(path), file_format="sneakyprompt"), 5)
-    assert [c.prompt for c in cases] == ["one", "two"] and notes
+    assert sorted(c.prompt for c in cases) == ["one", "two"] and {c.suite for c in cases} == {"list"} and notes
 
 
 def test_a_changed_guard_has_another_config():

@@ -76,6 +76,8 @@ class EvaluationRow:
     known: Mapping[str, int] = field(default_factory=dict)
     """Results of the search for an attack prompt, by the names in `KNOWN`."""
     verdict: Verdict = field(default_factory=Verdict)
+    source: str = ""
+    """The set that a prompt of a file comes from; empty for prompts of a testbed."""
     run: str = ""
     """Folder of the run; set only where rows of several runs are combined."""
 
@@ -115,7 +117,14 @@ class EvaluationRow:
             right=right,
             scores={k: v for k, v in row.items() if k not in FLAT and k not in names and not k.startswith(RIGHT)},
         )
-        missing: dict[str, Any] = {"git": "unknown", "threads": 0, "config": "", "picture": "", "image": ""}
+        missing: dict[str, Any] = {
+            "git": "unknown",
+            "threads": 0,
+            "config": "",
+            "picture": "",
+            "image": "",
+            "source": "",
+        }
         drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
         return cls(**drawn, detail=detail, known=known, verdict=verdict, run=row.get("run") or "")
 
