@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from guardpaint.bases import Base, BaseOptions, load_base
+from guardpaint.bases import BaseOptions
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import by_category, page, prompt_suites, summary
 from guardpaint.evaluate import run as runner
 from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences.base import Defence
-from guardpaint.evaluate.defences.opening import ABLATIONS, DEFENCES, FREE, expanded, open_defence, open_guard
+from guardpaint.evaluate.defences.opening import ABLATIONS, DEFENCES, expanded, needs_guard, open_defence, open_guard
+from guardpaint.evaluate.defences.stock_checker import StockCheckerDefence
+from guardpaint.evaluate.evaluated_base import BaseEntry, EvaluatedBase, open_base, read_entries
 from guardpaint.evaluate.prompt_suites import PromptFiles
 from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, write_parquet
@@ -37,6 +39,7 @@ class RunOptions:
     suite: str
     """benign, attacks, the name of one attack, or the path of a prompt file or of a folder of them."""
     bases: Sequence[str]
+    """Names, or NAME=PATH."""
     defences: Sequence[str]
     out: Path
     guard: str | None = None
@@ -59,9 +62,15 @@ class RunOptions:
     """How each base is opened and called."""
     files: PromptFiles = field(default_factory=PromptFiles)
     """How prompt files become suites; `file_format` goes before the format in it."""
+    calls: Sequence[str] = ()
+    """Settings of single bases, as in flux:steps=28,guidance=3.5; they go before those in `opening`."""
+    reader: Callable[[int | None, Policy], prompt_suites.Suites] | None = None
+    """Reads the prompt files instead of `files`: at most so many prompts of each, under a policy."""
 
     def read_files(self, n: int | None, policy: Policy) -> prompt_suites.Suites:
         """The suites of the prompt file or folder."""
+        if self.reader is not None:
+            return self.reader(n, policy)
         reading = self.files.reading
         if self.file_format is not None:
             reading = replace(reading, format=self.file_format)
@@ -123,7 +132,7 @@ def run(options: RunOptions) -> Iterator[str]:
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
     for names in filter(None, ([w for w in wanted if w not in second], second)):
         pieces: list[Piece] = []
-        for base in options.bases:
+        for base in cast.bases:
             for name in names:
                 reason = opened[name][0].applies(cast.base(base))
                 if reason:
@@ -159,26 +168,44 @@ class Cast:
     judge: str
     metrics: tuple[str, ...]
     testbed: str | None
-    opening: BaseOptions = field(default_factory=BaseOptions)
+    entries: tuple[BaseEntry, ...] = ()
 
     @classmethod
     def of(cls, options: RunOptions, defences: Sequence[str]) -> Cast:
         guard = options.guard
         if guard is not None and Path(guard).is_dir():
             guard = str(Path(guard).resolve())
-        needed = guard is not None or any(name not in FREE for name in defences)
-        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed, options.opening)
+        needed = guard is not None or any(map(needs_guard, defences))
+        entries = read_entries(options.bases, options.opening, options.calls)
+        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed, tuple(entries.values()))
 
     def defence(self, name: str) -> tuple[Defence, str]:
         """A defence by name, and the hash of what it is made of."""
         return opened_defence(name, self)
 
-    def base(self, name: str) -> Base:
-        return opened_base(name, self.testbed, self.opening)
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Names of the bases."""
+        return tuple(entry.name for entry in self.entries)
+
+    def entry(self, name: str) -> BaseEntry:
+        return next(entry for entry in self.entries if entry.name == name)
+
+    @property
+    def worldless(self) -> bool:
+        """Whether no testbed is named and a base is none that a package brings: then no default testbed is used."""
+        return self.testbed is None and any(entry.real for entry in self.entries)
+
+    def base(self, name: str) -> EvaluatedBase:
+        return opened_base(self.entry(name), self.testbed)
 
     def config(self, base: str, defence: str) -> str:
         """Hash of a defence's and a base's weights and settings."""
-        return short_hash(self.defence(defence)[1], weights_of(base, self.testbed, self.opening))
+        opened, settings = self.defence(defence)
+        parts = [settings, weights_of(self.entry(base), self.testbed)]
+        if isinstance(opened, StockCheckerDefence) and (checker := opened.of(self.base(base))):
+            parts.append(checker.digest())
+        return short_hash(*parts)
 
     def policy(self) -> Policy:
         """The policy of the guard if a defence needs one, otherwise the default policy."""
@@ -325,7 +352,7 @@ def opened_testbed(name: str | None) -> Testbed:
 @cache
 def opened_defence(name: str, cast: Cast) -> tuple[Defence, str]:
     guard = open_guard(cast.guard) if cast.guarded else None
-    return open_defence(name, guard, lambda: opened_testbed(cast.testbed))
+    return open_defence(name, guard, None if cast.worldless else lambda: opened_testbed(cast.testbed))
 
 
 @cache
@@ -339,13 +366,13 @@ def metric_of(name: str) -> PromptMetric:
 
 
 @lru_cache(maxsize=1)
-def opened_base(name: str, testbed: str | None, opening: BaseOptions) -> Base:
-    return load_base(name, opening) if testbed is None else opened_testbed(testbed).base(name, opening)
+def opened_base(entry: BaseEntry, testbed: str | None) -> EvaluatedBase:
+    return open_base(entry, None if testbed is None else opened_testbed(testbed))
 
 
 @lru_cache(maxsize=1)
-def weights_of(name: str, testbed: str | None, opening: BaseOptions) -> str:
-    return opened_base(name, testbed, opening).digest()
+def weights_of(entry: BaseEntry, testbed: str | None) -> str:
+    return opened_base(entry, testbed).digest()
 
 
 def finish(rows: Sequence[EvaluationRow], out: Path) -> Iterator[str]:

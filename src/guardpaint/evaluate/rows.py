@@ -78,6 +78,8 @@ class EvaluationRow:
     verdict: Verdict = field(default_factory=Verdict)
     source: str = ""
     """The set that a prompt of a file comes from; empty for prompts of a testbed."""
+    drawn_with: str = ""
+    """Steps, guidance, size and sampler of the base."""
     run: str = ""
     """Folder of the run; set only where rows of several runs are combined."""
 
@@ -88,6 +90,11 @@ class EvaluationRow:
     @property
     def cell(self) -> tuple[str, str, str]:
         return self.suite, self.base, self.defence
+
+    @property
+    def scene(self) -> int | str:
+        """What pictures must share to count as one item in intervals: a testbed's scene, or a file's prompt."""
+        return self.prompt if self.source else self.seed
 
     @property
     def same(self) -> tuple[str, str, str, int]:
@@ -124,6 +131,7 @@ class EvaluationRow:
             "picture": "",
             "image": "",
             "source": "",
+            "drawn_with": "",
         }
         drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
         return cls(**drawn, detail=detail, known=known, verdict=verdict, run=row.get("run") or "")

@@ -9,6 +9,7 @@ pictures again. Another judge can look at a kept picture without drawing it agai
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from guardpaint.bases import Base
 from guardpaint.data.judges import Judge
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences.base import Defence
+from guardpaint.evaluate.evaluated_base import drawn_with
 from guardpaint.evaluate.real_metrics import PromptMetric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, Verdict
 from guardpaint.store.checkpoint import sha256_hex, short_hash
@@ -140,6 +142,7 @@ def draw(
             detail=outcome.detail,
             known=case.known,
             source=case.source,
+            drawn_with=drawn_with(base),
             verdict=judged(judge, outcome.image, case, metrics),
         )
         drawings.append((row, outcome.image))
@@ -166,16 +169,23 @@ def keep(drawings: Sequence[Made], rows: RowStore, out: Path, pictures: int | No
         before = rows.found.get(row.key)
         had = before is not None and bool(before.image)
         if image is not None and (had or pictures is None or kept[row.cell] < pictures):
-            row = replace(row, image=save(image, out / "images" / f"{row.key}.png"))
+            row = replace(row, image=save(image, out, row))
             kept[row.cell] += not had
         written.append(row)
     rows.add(written)
 
 
-def save(image: Image.Image, path: Path) -> str:
-    """Write a picture of a run and return its name relative to the run."""
-    save_image(image, path)
-    return f"images/{path.name}"
+def save(image: Image.Image, out: Path, row: EvaluationRow) -> str:
+    """Write a picture of a run and return its name relative to the run: images/BASE/DEFENCE/SUITE/KEY.png."""
+    name = "/".join(["images", *map(folder_name, (row.base, row.defence, row.suite)), f"{row.key}.png"])
+    save_image(image, out / name)
+    return name
+
+
+def folder_name(name: str) -> str:
+    """A name as a folder of its own: characters that a file system may refuse are replaced, and a hash tells apart."""
+    plain = re.sub(r"[^\w.=,+-]+", "_", name).strip("._")[:80]
+    return plain if plain == name else f"{plain}-{short_hash(name)[:6]}"
 
 
 def digest(image: Image.Image | None) -> str:

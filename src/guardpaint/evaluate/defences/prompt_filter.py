@@ -100,8 +100,9 @@ def base_encoder(pipe: Any) -> Any:
             truncation=True,
             return_tensors="pt",
         )
-        states = pipe.text_encoder(ids.input_ids, output_hidden_states=True).hidden_states[-1]
-        mask = ids.attention_mask[..., None].float()
+        device = pipe._execution_device
+        states = pipe.text_encoder(ids.input_ids.to(device), output_hidden_states=True).hidden_states[-1]
+        states, mask = states.float().cpu(), ids.attention_mask[..., None].float()
         return (states * mask).sum(1) / mask.sum(1)
 
     return encode
