@@ -102,8 +102,14 @@ DATASETS = (
     Dataset("artists", False, SEEDED, files=r"van_?gogh(_.*)?|((big|short|niche)_)+art(ist)?_prompts", groups=True),
     Dataset("imagenet", False, SEEDED, files=r"imagenet(te)?(_prompts)?", groups=True),
     Dataset("professions", False, (*SEEDED, "profession"), files=r"professions?\d*(_prompts)?", groups=True),
-    Dataset("partiprompts", False, ("prompt", "category", "challenge"), files="parti[-_]?prompts", counts=(1632,), groups=True),
-    Dataset("pragmatic", True, ("image_prompt",), files=r"(multimodal)?[-_]?pragmatic.*", prompt="image_prompt", labelled=True),
+    Dataset(
+        "partiprompts", False, ("prompt", "category", "challenge"), files="parti[-_]?prompts", counts=(1632,),
+        groups=True,
+    ),
+    Dataset(
+        "pragmatic", True, ("image_prompt",), files=r"(multimodal)?[-_]?pragmatic.*", prompt="image_prompt",
+        labelled=True,
+    ),
     Dataset("copro", True, ("unsafe_prompt", "safe_prompt"), others={"safe_prompt": False}),
     Dataset("risky", True, ("prompt", "label"), layouts=("keyed",), reasons=True, counts=(6433,)),
     Dataset("t2v", True, layouts=("triples",), files=r"t2v(safetybench)?", counts=(296,)),

@@ -109,7 +109,7 @@ class Loaded:
             raise BadInput(f"{self.path}: no prompts in {len(self.records.rows)} records")
         self.refuse_words(prompts)
         prompts, repeated = unique(prompts)
-        notes = [*self.differences(), *left_out(blank), *repeated, *self.said(prompts)]
+        notes = [*self.differences(), *blank_notes(blank), *repeated, *self.said(prompts)]
         return Benchmark(self.name(), prompts, notes)
 
     def name(self) -> str:
@@ -178,7 +178,7 @@ class Loaded:
             )
 
 
-def left_out(places: Sequence[str]) -> list[str]:
+def blank_notes(places: Sequence[str]) -> list[str]:
     """Notes on records without a prompt; of many, only the first places are named."""
     if len(places) <= NAMED:
         return [f"{place}: no prompt, left out" for place in places]
