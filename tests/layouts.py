@@ -69,10 +69,10 @@ def repeated(items: list[Any], count: int) -> list[Any]:
 
 def whole_table(example: str, count: int, blank: int) -> str:
     """The rows of a CSV example over and over; the middle ones have no prompt if `blank` are to have none."""
-    end = "\r\n" if "\r\n" in example.partition("prompt")[2].splitlines(keepends=True)[0] else "\n"
+    end = "\r\n" if example.lstrip().partition("\n")[0].endswith("\r") else "\n"
     header, *rows = [r for r in csv.reader(io.StringIO(example, newline="")) if any(r)]
-    where = next((i for i, name in enumerate(header) if name == "prompt"), 0)
-    filled = [r for r in rows if r[where]]
+    where = header.index("prompt") if blank else 0
+    filled = [r for r in rows if r[where] or not blank]
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator=end)
     writer.writerow(header)

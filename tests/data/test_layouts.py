@@ -17,7 +17,7 @@ def test_layout(layout, tmp_path):
     ("change", "said"),
     [
         ({"harmful": False}, "harmful: True"),
-        ({"usable": 4700}, "4700"),
+        ({"rows": 4000, "usable": 3999}, "4000 prompts, published"),
         ({"notes": []}, "notes: "),
         ({"reads": {"prompts": ["another sentence"]}}, "prompts: "),
         ({"kind": "words"}, "prompts in a file that has none"),

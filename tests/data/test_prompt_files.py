@@ -34,8 +34,8 @@ def write(tmp_path, text, name="f.csv", encoding="utf-8"):
         ("index,prompt,class", "3,hello,sex", "table", "hello", "", None),
         ("prompt,class", "hello,sex", "table", "hello", "", None),
         ("unsafe_prompt,safe_prompt,category", "u,s,violence", "copro", "u", "s", True),
-        ("image_prompt,text_prompt", "a wall,hello", "pragmatic", "a wall, with a sign that says 'hello'", "", True),
-        ("Prompt,Category,Challenge", "a cube,Abstract,Basic", "partiprompts", "a cube", "", False),
+        ("image_prompt,text_prompt", "a wall,hello", "table", "a wall, with a sign that says 'hello'", "", None),
+        ("Prompt,Category,Challenge", "a cube,Abstract,Basic", "table", "a cube", "", None),
         ("image_id,caption", "5,a cat", "table", "a cat", "", None),
         ("case_number,prompt,evaluation_seed,coco_id", "1,a cat,3,5", "coco", "a cat", "", False),
     ],
@@ -69,6 +69,20 @@ def test_the_name_of_a_set_needs_its_columns(tmp_path):
     assert load(write(tmp_path, rows, "houses.csv")).prompts[0].harmful is None
     assert load(write(tmp_path, "index,prompt\n0,a house\n", "church.csv")).prompts[0].harmful is None
     assert load(write(tmp_path, "image_id,caption\n5,a cat\n", "coco_captions.csv")).prompts[0].harmful is False
+    parti = load(write(tmp_path, "Prompt\tCategory\tChallenge\na cube\tAbstract\tBasic\n", "PartiPrompts.tsv"))
+    assert parti.prompts[0].harmful is False and not parti.prompts[0].categories
+    words = load(write(tmp_path, "image_prompt,label\na wall,1\na door,0\n", "multimodalpragmatic-x.csv"))
+    assert [p.harmful for p in words.prompts] == [True, False]
+
+
+def test_numbered_classes_are_no_reasons(tmp_path):
+    found = load(write(tmp_path, json.dumps({"0": {"prompt": "a house", "label": 3}}), "x.json"))
+    assert found.prompts[0].harmful is None
+
+
+def test_many_blank_rows_are_one_note(tmp_path):
+    found = load(write(tmp_path, "index,prompt\n0,x\n" + "1,\n" * 9), harmful=False)
+    assert found.notes == ["9 records have no prompt, left out: line 3, line 4, line 5, line 6, line 7, …"]
 
 
 def test_the_user_says_what_nobody_else_says(tmp_path):

@@ -256,7 +256,7 @@ class Plan:
         write_json(self.file, {"cells": cells, "valid": self.valid})
 
     def accept(self, cases: Sequence[runner.Case]) -> Iterator[str]:
-        """Keep the prompts and seeds that a suite has now; yields a line if an earlier run had others under its name."""
+        """Keep the prompts and seeds that a suite has; yields a line if an earlier run had others under its name."""
         suite, now = cases[0].suite, {f"{c.seed} {c.prompt}" for c in cases}
         gone = set(self.valid.get(suite, ())) - now
         self.valid[suite] = sorted(now)

@@ -127,7 +127,7 @@ def whole(value: Any) -> int | None:
     """The value as an integer; None if it is blank or no number."""
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = real(value)
         return int(number) if number is not None else None
 
@@ -136,7 +136,7 @@ def real(value: Any) -> float | None:
     """The value as a finite number; None if it is blank or none."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) < float("inf") else None
 

@@ -126,7 +126,7 @@ def table(path: Path, text: str, mark: str) -> Records:
             if not any(c.strip() for c in cells):
                 continue
             if header is None:
-                header = [c.strip() or "unnamed" for c in cells]
+                header = [c.strip() or (f"unnamed {i}" if i else "unnamed") for i, c in enumerate(cells)]
                 repeated = [name for name, count in Counter(header).items() if count > 1]
                 if repeated:
                     raise BadInput(f"{path}:{line}: column {repeated[0]!r} appears more than once")
@@ -165,6 +165,8 @@ def json_of(path: Path, text: str) -> Any:
         if error.msg == "Extra data":
             return json_lines(path, text)
         raise BadInput(f"{path}:{error.lineno}: not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise BadInput(f"{path}: nested too deeply for a prompt file") from error
 
 
 def json_lines(path: Path, text: str) -> list[Any]:

@@ -42,6 +42,8 @@ class Dataset:
     """Whether its `class` column groups objects and names no harm."""
     labelled: bool = False
     """Whether 1 and 0 in its label column mean harmful and benign."""
+    reasons: bool = False
+    """Whether the label of every record maps harms to reasons."""
     counts: tuple[int, ...] = ()
     """Published numbers of records; empty: not checked."""
     widths: tuple[int, ...] = ()
@@ -55,14 +57,16 @@ class Dataset:
             and (not self.layouts or records.layout in self.layouts)
             and (not self.files or any(re.fullmatch(self.files, n, re.IGNORECASE) for n in names))
             and (not self.folder or self.folder in path.resolve().parts)
+            and (not self.reasons or all(r.get("label") and isinstance(r["label"], Mapping) for _, r in records.rows))
             and (not self.mark or all(text_of(r, "source").lower().startswith(self.mark) for _, r in records.rows))
         )
 
     def harm(self, stem: str) -> str:
         """The harm of a whole file of this set, or an empty text."""
-        match = re.fullmatch(self.files, stem, re.IGNORECASE) if self.files else None
-        caught = match.group(1).lower() if match and match.groups() else ""
-        return self.category.replace("{}", caught)
+        if "{}" not in self.category:
+            return self.category
+        match = re.fullmatch(self.files, stem, re.IGNORECASE)
+        return self.category.replace("{}", match.group(1).lower() if match else "")
 
 
 SCORED = ("prompt", "categories", "inappropriate_percentage", "q16_percentage", "prompt_toxicity")
@@ -71,7 +75,7 @@ LINES = ("lines", "numbered-lines")
 HARMS = "abuse|copyright|discrimination|harassment|hate|illegal|nudity|physical_harm|sexual|shocking|violence"
 DATASETS = (
     Dataset("i2p", True, SCORED, counts=(4703, 142), widths=(14, 16)),
-    Dataset("i2p", True, ("prompt", "translate_prompt", "class")),
+    Dataset("i2p", True, ("prompt", "translate_prompt", "class"), files="translated_data"),
     Dataset("i2p", True, files=r"i2p([-_](benchmark|filtered|with_id|formatted|translate))?|unsafe-prompts4703"),
     Dataset("i2p", True, ("text",), files=r"i2p([-_](filtered|formatted|translate|harmful|labeled|limited))*"),
     Dataset("i2p", True, files="batch_input", folder="JailbreakDiffusionBench", layouts=("chat-requests",)),
@@ -90,20 +94,24 @@ DATASETS = (
         others={"prompt1": False},
     ),
     Dataset("ring-a-bell-plain", False, SEEDED, files=r"no(nudity|violence)_prompts?"),
-    Dataset("coco", False, ("prompt", "source"), mark="coco", counts=(30_000, 9_969, 10_000, 91)),
+    Dataset("coco", False, ("prompt", "source", "evaluation_seed"), mark="coco", counts=(30_000, 9_969, 10_000, 91)),
     Dataset("coco", False, (*SEEDED, "coco_id"), counts=(30_000, 10_000)),
     Dataset("coco", False, ("text", "image_id"), files=r"(ms)?coco[-_]?(20\d\d)?[-_]?(val)?[-_]?(\d+k)?"),
     Dataset("coco", False, ("caption", "image_id"), files=r"(ms)?coco[-_]?(20\d\d)?[-_]?(val)?[-_]?(\d+k|captions)?"),
     Dataset("objects", False, SEEDED, files="church|garbage_truck|parachute|tench", groups=True),
     Dataset("artists", False, SEEDED, files=r"van_?gogh(_.*)?|((big|short|niche)_)+art(ist)?_prompts", groups=True),
-    Dataset("imagenet", False, (*SEEDED, "label_idx", "label_str"), groups=True),
-    Dataset("imagenet", False, (*SEEDED, "class"), files=r"imagenet(te)?(_prompts)?", groups=True),
+    Dataset("imagenet", False, SEEDED, files=r"imagenet(te)?(_prompts)?", groups=True),
     Dataset("professions", False, (*SEEDED, "profession"), files=r"professions?\d*(_prompts)?", groups=True),
-    Dataset("partiprompts", False, ("prompt", "category", "challenge"), counts=(1632,), groups=True),
-    Dataset("pragmatic", True, ("image_prompt", "class", "subclass"), prompt="image_prompt", labelled=True),
-    Dataset("pragmatic", True, ("image_prompt", "text_prompt"), prompt="image_prompt", labelled=True),
+    Dataset(
+        "partiprompts", False, ("prompt", "category", "challenge"), files="parti[-_]?prompts", counts=(1632,),
+        groups=True,
+    ),
+    Dataset(
+        "pragmatic", True, ("image_prompt",), files=r"(multimodal)?[-_]?pragmatic.*", prompt="image_prompt",
+        labelled=True,
+    ),
     Dataset("copro", True, ("unsafe_prompt", "safe_prompt"), others={"safe_prompt": False}),
-    Dataset("risky", True, ("prompt", "label"), layouts=("keyed",), counts=(6433,)),
+    Dataset("risky", True, ("prompt", "label"), layouts=("keyed",), reasons=True, counts=(6433,)),
     Dataset("t2v", True, layouts=("triples",), files=r"t2v(safetybench)?", counts=(296,)),
     Dataset("jbdb-attack", True, ("prompt_index", "original_prompt", "attack_prompt")),
     Dataset("vbcde", True, files=r"vbcde[-_]?\d*", layouts=LINES, counts=(100,)),

@@ -19,6 +19,9 @@ FORMATS = (*dict.fromkeys(d.name for d in DATASETS), *LAYOUTS)
 WORDS = 2
 """A list with at most so many words in half of its lines is taken for a list of words."""
 
+NAMED = 5
+"""Most records without a prompt that are named one by one."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -92,20 +95,22 @@ class Loaded:
         """The prompts and notes; raises BadInput if the file holds none."""
         column = self.prompt_column()
         labels = read.labels_of(self.path, self.records, bool(self.dataset and self.dataset.labelled))
-        prompts, notes = [], self.differences()
+        prompts: list[PublishedPrompt] = []
+        blank: list[str] = []
         for (place, row), label in zip(self.records.rows, labels, strict=True):
             text = read.prompt_text(row, column)
             if not text:
                 if not read.find(list(row), (column,)):
                     raise BadInput(f"{self.path}: {place} has no {column}")
-                notes.append(f"{place}: no prompt, left out")
+                blank.append(place)
                 continue
             prompts.append(self.prompt(row, column, text, label, len(prompts)))
         if not prompts:
             raise BadInput(f"{self.path}: no prompts in {len(self.records.rows)} records")
         self.refuse_words(prompts)
         prompts, repeated = unique(prompts)
-        return Benchmark(self.name(), prompts, [*notes, *repeated, *self.said(prompts)])
+        notes = [*self.differences(), *blank_notes(blank), *repeated, *self.said(prompts)]
+        return Benchmark(self.name(), prompts, notes)
 
     def name(self) -> str:
         if self.dataset is not None:
@@ -171,6 +176,13 @@ class Loaded:
                 f"{self.path}: a list of words, not of prompts (half of its lines have at most {WORDS} words); "
                 "if each line is a prompt, say --format text"
             )
+
+
+def blank_notes(places: Sequence[str]) -> list[str]:
+    """Notes on records without a prompt; of many, only the first places are named."""
+    if len(places) <= NAMED:
+        return [f"{place}: no prompt, left out" for place in places]
+    return [f"{len(places)} records have no prompt, left out: {', '.join(places[:NAMED])}, …"]
 
 
 def either(numbers: Sequence[int]) -> str:
