@@ -166,11 +166,16 @@ def eval_run(
         ),
     ] = None,
     judge: Annotated[
-        str,
-        typer.Option(help="testbed (its own), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),
-    ] = "testbed",
+        list[str] | None,
+        typer.Option(
+            help="vlm:MODEL, llavaguard:MODEL, shieldgemma:MODEL, q16:PROMPTS, multiheaded:FOLDER, stock:FOLDER, "
+            "open_nsfw, classifier:FOLDER, moderation:URL and others; repeat: the majority of several decides. "
+            "Default: the testbed's own, for its own bases."
+        ),
+    ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
+        list[str] | None,
+        typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL, aligns:MODEL; repeat."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
@@ -182,7 +187,7 @@ def eval_run(
     from guardpaint.evaluate import harness
 
     asked = harness.RunOptions(
-        suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge, metric or [],
+        suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge or harness.OWN_JUDGE[:1], metric or [],
         processes, ray, testbed, options,
     )  # fmt: skip
     for line in harness.run(asked):
@@ -217,14 +222,20 @@ def eval_fid(
     reference: Annotated[Path, typer.Argument(help="Folder of pictures.")],
     made: Annotated[Path, typer.Argument(help="Folder of other pictures.")],
     features: Annotated[
-        str, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
-    ],
+        str | None, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(help="Weights of FID's Inception network (pt_inception-2015-12-05-6726825d.pth).")
+    ] = None,
 ) -> None:
-    """Fréchet distance between two folders of pictures in a vision model's feature space."""
-    from guardpaint.evaluate import real_metrics as real
+    """FID and KID of two folders of pictures, in the feature space of Inception, of a CLIP vision model, or of both."""
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate import distances as sets
 
-    net = real.VisionFeatures.from_pretrained(features)
-    typer.echo(f"{real.fid(net, real.pictures_in(reference), real.pictures_in(made)):.4f}")
+    if features is None and inception is None:
+        raise BadInput("no feature space: name --inception WEIGHTS, --features CLIP, or both")
+    for name, value in sets.measured(reference, made, inception, features).items():
+        typer.echo(f"{name:16s} {value:.5f}")
 
 
 @app.command("adaptive")

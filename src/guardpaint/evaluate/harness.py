@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from guardpaint.audit.part import Graded
 from guardpaint.bases import Base, BaseOptions, load_base
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
@@ -16,6 +17,7 @@ from guardpaint.evaluate import run as runner
 from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.opening import ABLATIONS, DEFENCES, FREE, expanded, open_defence, open_guard
+from guardpaint.evaluate.jury import Jury, not_independent
 from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, write_parquet
 from guardpaint.policy import Policy
@@ -23,10 +25,10 @@ from guardpaint.store.checkpoint import read_json, short_hash, write_json
 from guardpaint.store.jobs import spread
 from guardpaint.store.progress import bar
 from guardpaint.store.results import write_results
-from guardpaint.testbed import Testbed, open_testbed
+from guardpaint.testbed import FileTestbed, Testbed, open_testbed
 
 OWN_JUDGE = ("testbed", "oracle")
-"""Names of the testbed's own judge; `oracle` is its name in the paper-doll world."""
+"""Names of the testbed's own judge; `oracle` is its name in the paper-doll world. It judges that testbed's bases only."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class RunOptions:
     file_format: str | None = None
     pictures: int | None = None
     """Pictures kept per suite, base and defence; None: all."""
-    judge: str = OWN_JUDGE[0]
+    judges: Sequence[str] = OWN_JUDGE[:1]
+    """Judges by name; the majority of several decides."""
     metrics: Sequence[str] = ()
     processes: int = 1
     ray: bool = False
@@ -98,11 +101,16 @@ def run(options: RunOptions) -> Iterator[str]:
     yield from (f"not as published: {note}" for note in notes)
     if len({m.partition(":")[0] for m in options.metrics}) < len(options.metrics):
         raise BadInput(f"metrics {', '.join(options.metrics)}: name at most one of each kind")
+    if len(set(options.judges)) < len(options.judges):
+        raise BadInput(f"judges {', '.join(options.judges)}: name each judge once")
     wanted = expanded(options.defences)
     cast = Cast.of(options, wanted)
+    cast.check_judges(options.bases)
     opened = {name: cast.defence(name) for name in wanted}
     rows = RowStore(options.out)
-    plan = Plan(rows, options.out, cast.judged_by(), {name: metric_of(name) for name in options.metrics})
+    jury = cast.judged_by()
+    yield from not_independent(jury, cast.looks())
+    plan = Plan(rows, options.out, jury, {name: metric_of(name) for name in options.metrics})
     # The guard without its ladder draws the same pictures until the ladder is needed: run it after `ours`, whose rows
     # it can take over.
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
@@ -128,18 +136,18 @@ def run(options: RunOptions) -> Iterator[str]:
     plan.save()
     chosen, other = plan.chosen()
     if other:
-        yield f"{other} rows of another judge are left out; run their suites again to have this judge look at them"
+        yield f"{other} rows of other judges are left out; run their suites again to have these judges look at them"
     yield from finish(chosen, options.out)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Names of the guard, judge, metrics and testbed of a run; every process loads the same ones, once each."""
+    """Names of the guard, judges, metrics and testbed of a run; every process loads the same ones, once each."""
 
     guard: str | None
     guarded: bool
     """Whether any defence needs a guard."""
-    judge: str
+    judges: tuple[str, ...]
     metrics: tuple[str, ...]
     testbed: str | None
     opening: BaseOptions = field(default_factory=BaseOptions)
@@ -150,7 +158,7 @@ class Cast:
         if guard is not None and Path(guard).is_dir():
             guard = str(Path(guard).resolve())
         needed = guard is not None or any(name not in FREE for name in defences)
-        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed, options.opening)
+        return cls(guard, needed, tuple(options.judges), tuple(options.metrics), options.testbed, options.opening)
 
     def defence(self, name: str) -> tuple[Defence, str]:
         """A defence by name, and the hash of what it is made of."""
@@ -163,10 +171,34 @@ class Cast:
         """Hash of a defence's and a base's weights and settings."""
         return short_hash(self.defence(defence)[1], weights_of(base, self.testbed, self.opening))
 
-    def judged_by(self) -> Judge:
-        """The judge, under the policy of the guard if a defence needs one, otherwise under the default policy."""
+    def judged_by(self) -> Jury:
+        """The judges, under the policy of the guard if a defence needs one, otherwise under the default policy."""
         policy = open_guard(self.guard).policy if self.guarded else Policy.default()
-        return opened_judge(self.judge, policy, self.testbed)
+        return Jury({name: opened_judge(name, policy, self.testbed) for name in self.judges})
+
+    def looks(self) -> dict[str, str]:
+        """Digests of the guard's auditor and approver."""
+        if not self.guarded:
+            return {}
+        guard = open_guard(self.guard)
+        parts = {"auditor": guard.auditor, "approver": guard.approver}
+        return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
+
+    def check_judges(self, bases: Sequence[str]) -> None:
+        """Raise BadInput if a testbed's own judge, which knows the pictures of its own bases only, is to judge others.
+
+        The judge of a testbed from a file was named by whoever wrote the file, so it judges every base.
+        """
+        own = [name for name in self.judges if name in OWN_JUDGE]
+        if not own:
+            return
+        world = opened_testbed(self.testbed)
+        foreign = [] if isinstance(world, FileTestbed) else [b for b in bases if b not in world.bases()]
+        if foreign:
+            raise BadInput(
+                f"base {foreign[0]}: the judge of the testbed {world.name!r} knows pictures of {', '.join(world.bases())} "
+                "only; name a judge with --judge, as in --judge vlm:MODEL"
+            )
 
 
 @dataclass(frozen=True)
@@ -186,7 +218,7 @@ class Plan:
 
     rows: RowStore
     out: Path
-    judge: Judge
+    jury: Jury
     metrics: dict[str, PromptMetric]
     current: dict[summary.Cell, str] = field(default_factory=dict)
     """The configuration of each suite, base and defence that was run last, by this command or an earlier one."""
@@ -219,7 +251,7 @@ class Plan:
             for r in summary.latest(list(self.rows.found.values()), self.current)
             if r.suite not in valid or f"{r.seed} {r.prompt}" in valid[r.suite]
         ]
-        mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.judge, list(self.metrics))]
+        mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.jury, list(self.metrics))]
         return mine, len(rows) - len(mine)
 
     def pieces(
@@ -247,12 +279,12 @@ class Plan:
             return []
         self.current[cases[0].suite, base, defence] = config
         self.total += len(cases)
-        wanted = runner.judge_key(self.judge, list(self.metrics))
+        wanted = runner.judge_key(self.jury, list(self.metrics))
         todo, anew = [], []
         for case in cases:
             row = self.rows.found.get(runner.key_of(base, defence, config, case))
             if row is not None and row.verdict.judge != wanted:
-                row = runner.judged_anew(row, self.out, case, self.judge, self.metrics)
+                row = runner.judged_anew(row, self.out, case, self.jury, self.metrics)
                 anew += [row] if row is not None else []
             if row is None:
                 todo.append(case)
