@@ -253,6 +253,10 @@ def eval_report(
         Path | None,
         typer.Option(help="Results of bench/defences.py, whose times are comparable; default: the rows' own."),
     ] = None,
+    lpips: Annotated[
+        Path | None,
+        typer.Option(help="Weights of LPIPS-VGG: also measure with it what repairs changed outside of their masks."),
+    ] = None,
     testbed: TestbedOption = None,
 ) -> None:
     """Write one results file from finished runs, with KID of benign pictures; all rows are stored beside it."""
@@ -264,7 +268,7 @@ def eval_report(
     if references is None:
         reason = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
         err.print(f"note: no KID, which needs {References.__doc__}: {reason}", style="yellow", markup=False)
-    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references)))
+    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references, lpips)))
 
 
 @app.command("fid")

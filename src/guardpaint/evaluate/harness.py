@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from guardpaint.audit.part import Graded
-from guardpaint.bases import Base, BaseOptions, load_base
+from guardpaint.bases import SMALL, Base, BaseOptions, load_base, named_bases
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import page, summary
@@ -181,7 +181,7 @@ class Cast:
         if not self.guarded:
             return {}
         guard = open_guard(self.guard)
-        parts = {"auditor": guard.auditor, "approver": guard.approver}
+        parts = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
         return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
 
     def check_judges(self, bases: Sequence[str]) -> None:
@@ -193,7 +193,9 @@ class Cast:
         if not own:
             return
         world = opened_testbed(self.testbed)
-        foreign = [] if isinstance(world, FileTestbed) else [b for b in bases if b not in world.bases()]
+        known = {*world.bases(), *named_bases()}
+        real = [b for b in bases if b not in known and not b.startswith(SMALL)]
+        foreign = [] if isinstance(world, FileTestbed) else real
         if foreign:
             raise BadInput(
                 f"base {foreign[0]}: the judge of the testbed {world.name!r} knows pictures of {', '.join(world.bases())} "

@@ -143,7 +143,12 @@ def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
 
 
 def draw(
-    base: Base, defence: Defence, config: str, cases: Sequence[Case], judge: Judge | Jury, metrics: Metrics | None = None
+    base: Base,
+    defence: Defence,
+    config: str,
+    cases: Sequence[Case],
+    judge: Judge | Jury,
+    metrics: Metrics | None = None,
 ) -> list[Made]:
     """Draw and judge cases with one defence on one base; returns their rows and pictures."""
     outcomes = defence.generate(base, [c.prompt for c in cases], [c.seed for c in cases])

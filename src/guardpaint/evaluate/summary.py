@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from guardpaint.evaluate import votes
+from guardpaint.evaluate import fits, votes
 from guardpaint.evaluate.rows import EvaluationRow
 from guardpaint.evaluate.statistics import agreed, mean, ratio_interval, share, wilson
 from guardpaint.evaluate.votes import answered, attack_success, seen_unsafe, successes
@@ -200,6 +200,7 @@ def defences(rows: Rows) -> Metrics:
             scores = [float(r.verdict.scores[fit]) for r in own if r.verdict.scores.get(fit) is not None]
             if scores:
                 out[f"{name}.{fit}"] = mean(scores, None)
+        out |= fits.metrics(own, rows, name)
     return out
 
 

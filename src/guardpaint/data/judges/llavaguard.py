@@ -21,8 +21,6 @@ LONGEST = 256
 NONE = "NA: None applying"
 
 
-
-
 def guard_question(policy: Policy) -> str:
     """The policy in the form that LlavaGuard was trained on: numbered categories, what must not and what may be shown,
     and the JSON to answer with."""

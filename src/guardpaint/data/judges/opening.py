@@ -1,16 +1,16 @@
 """Judges by name.
 
-  vlm:MODEL                 any vision–language model of transformers, such as InternVL or Qwen-VL
-  llavaguard:MODEL          LlavaGuard, or llavaguard:endpoint:URL#MODEL
-  shieldgemma:MODEL         ShieldGemma 2
-  detector:MODEL            Grounding DINO
-  endpoint:URL#MODEL        a vision–language model behind OpenAI's chat completions
-  moderation:URL#MODEL      a moderation endpoint of OpenAI's type
-  q16:PROMPTS#CLIP          Q16
-  multiheaded:FOLDER#CLIP   the multi-headed classifier of unsafe-diffusion
-  stock:FOLDER              the safety checker that comes with Stable Diffusion
-  open_nsfw                 Yahoo's open_nsfw
-  classifier:FOLDER#LABEL=CATEGORY,…   any image classifier of transformers
+vlm:MODEL                 any vision–language model of transformers, such as InternVL or Qwen-VL
+llavaguard:MODEL          LlavaGuard, or llavaguard:endpoint:URL#MODEL
+shieldgemma:MODEL         ShieldGemma 2
+detector:MODEL            Grounding DINO
+endpoint:URL#MODEL        a vision–language model behind OpenAI's chat completions
+moderation:URL#MODEL      a moderation endpoint of OpenAI's type
+q16:PROMPTS#CLIP          Q16
+multiheaded:FOLDER#CLIP   the multi-headed classifier of unsafe-diffusion
+stock:FOLDER              the safety checker that comes with Stable Diffusion
+open_nsfw                 Yahoo's open_nsfw
+classifier:FOLDER#LABEL=CATEGORY,…   any image classifier of transformers
 """
 
 from __future__ import annotations
