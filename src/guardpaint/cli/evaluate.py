@@ -237,8 +237,8 @@ def eval_run(
     from guardpaint.evaluate import harness
 
     asked = harness.RunOptions(
-        suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge or harness.OWN_JUDGE[:1], metric or [],
-        processes, ray, testbed, options,
+        suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge or harness.OWN_JUDGE[:1],
+        metric or [], processes, ray, testbed, options,
     )  # fmt: skip
     for line in harness.run(asked):
         typer.echo(line)

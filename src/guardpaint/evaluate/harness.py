@@ -28,7 +28,7 @@ from guardpaint.store.results import write_results
 from guardpaint.testbed import FileTestbed, Testbed, open_testbed
 
 OWN_JUDGE = ("testbed", "oracle")
-"""Names of the testbed's own judge; `oracle` is its name in the paper-doll world. It judges that testbed's bases only."""
+"""Names of the testbed's own judge, which judges that testbed's bases only; `oracle` is its name for paper dolls."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Cast:
         foreign = [] if isinstance(world, FileTestbed) else real
         if foreign:
             raise BadInput(
-                f"base {foreign[0]}: the judge of the testbed {world.name!r} knows pictures of {', '.join(world.bases())} "
-                "only; name a judge with --judge, as in --judge vlm:MODEL"
+                f"base {foreign[0]}: the judge of the testbed {world.name!r} only knows pictures of "
+                f"{', '.join(world.bases())}; name a judge with --judge, as in --judge vlm:MODEL"
             )
 
 

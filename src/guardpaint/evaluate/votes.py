@@ -29,9 +29,9 @@ def several(rows: Rows) -> list[str]:
 
 
 def answered(row: EvaluationRow, judge: str | None = None) -> bool:
-    """Whether the row counts for a judge, or for the majority: only where all failed on the undefended base it does not.
+    """Whether the row counts for a judge, or for the majority.
 
-    A row without that judge's vote, from a run without it, does not count for it.
+    It does not if they failed on an undefended picture, or if it comes from a run without that judge.
     """
     if judge is not None and row.verdict.released and judge not in row.verdict.votes:
         return False

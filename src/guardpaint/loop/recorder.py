@@ -129,7 +129,7 @@ class StepWriter:
         self.record.cost["candidates"] += len(result.painted)
         self.record.tournaments.append(result.record)
         if result.won is not None:
-            mask, earlier = result.masks[result.won] > 0, self.recorder.painted
+            mask, earlier = (result.masks[result.won] > 0).cpu(), self.recorder.painted
             same = earlier is not None and earlier.shape == mask.shape
             self.recorder.painted = mask | earlier if earlier is not None and same else mask
         self.recorder.check_time()

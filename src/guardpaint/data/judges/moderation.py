@@ -30,7 +30,7 @@ HOPELESS = (400, 401, 403, 404, 422)
 
 @dataclass
 class ModerationJudge(Explained):
-    """The endpoint's own decision: a picture is unsafe if it is flagged, under the flagged category that scores most."""
+    """The endpoint's own decision: unsafe if it flags the picture, under the flagged category that scores most."""
 
     url: str
     policy: Policy
