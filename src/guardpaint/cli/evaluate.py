@@ -243,11 +243,16 @@ def eval_run(
         ),
     ] = None,
     judge: Annotated[
-        str,
-        typer.Option(help="testbed (its own), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),
-    ] = "testbed",
+        list[str] | None,
+        typer.Option(
+            help="vlm:MODEL, llavaguard:MODEL, shieldgemma:MODEL, q16:PROMPTS, multiheaded:FOLDER, stock:FOLDER, "
+            "open_nsfw, classifier:FOLDER, moderation:URL and others; repeat: the majority of several decides. "
+            "Default: the testbed's own, for its own bases."
+        ),
+    ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
+        list[str] | None,
+        typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL, aligns:MODEL; repeat."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
@@ -265,7 +270,7 @@ def eval_run(
     files = prompt_suites.PromptFiles(reading, name, sample_seed, mapping or [])
     asked = harness.RunOptions(
         suite, base, defence, out_dir, guard, None if every else n, attacks, searched, file_format, pictures,
-        judge, metric or [], processes, ray, testbed, options, files,
+        judge or harness.OWN_JUDGE[:1], metric or [], processes, ray, testbed, options, files,
     )  # fmt: skip
     for line in harness.run(asked):
         typer.echo(line)
@@ -280,6 +285,10 @@ def eval_report(
         Path | None,
         typer.Option(help="Results of bench/defences.py, whose times are comparable; default: the rows' own."),
     ] = None,
+    lpips: Annotated[
+        Path | None,
+        typer.Option(help="Weights of LPIPS-VGG: also measure with it what repairs changed outside of their masks."),
+    ] = None,
     testbed: TestbedOption = None,
 ) -> None:
     """Write one results file from finished runs, with KID of benign pictures; all rows are stored beside it."""
@@ -291,7 +300,7 @@ def eval_report(
     if references is None:
         reason = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
         err.print(f"note: no KID, which needs {References.__doc__}: {reason}", style="yellow", markup=False)
-    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references)))
+    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references, lpips)))
 
 
 @app.command("fid")
@@ -299,14 +308,20 @@ def eval_fid(
     reference: Annotated[Path, typer.Argument(help="Folder of pictures.")],
     made: Annotated[Path, typer.Argument(help="Folder of other pictures.")],
     features: Annotated[
-        str, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
-    ],
+        str | None, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(help="Weights of FID's Inception network (pt_inception-2015-12-05-6726825d.pth).")
+    ] = None,
 ) -> None:
-    """Fréchet distance between two folders of pictures in a vision model's feature space."""
-    from guardpaint.evaluate import real_metrics as real
+    """FID and KID of two folders of pictures, in the feature space of Inception, of a CLIP vision model, or of both."""
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate import distances as sets
 
-    net = real.VisionFeatures.from_pretrained(features)
-    typer.echo(f"{real.fid(net, real.pictures_in(reference), real.pictures_in(made)):.4f}")
+    if features is None and inception is None:
+        raise BadInput("no feature space: name --inception WEIGHTS, --features CLIP, or both")
+    for name, value in sets.measured(reference, made, inception, features).items():
+        typer.echo(f"{name:16s} {value:.5f}")
 
 
 @app.command("adaptive")

@@ -17,9 +17,7 @@ app = typer.Typer(
 
 RecipeFile = Annotated[Path, typer.Argument(help="Recipe, e.g. recipes/paper.yaml.")]
 OutDir = Annotated[Path, typer.Option("--out", help="Folder of the recipe: corpus, models, guard, reports, logs.")]
-StageOption = Annotated[
-    list[str] | None, typer.Option("--stage", help="Run only this stage; may be repeated.")
-]
+StageOption = Annotated[list[str] | None, typer.Option("--stage", help="Run only this stage; may be repeated.")]
 UntilOption = Annotated[str | None, typer.Option("--until", help="Stop after this stage.")]
 ProcessesOption = Annotated[int, typer.Option(min=1, help="Processes of each training stage, by `accelerate launch`.")]
 

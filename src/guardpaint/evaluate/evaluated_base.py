@@ -1,6 +1,6 @@
 """Bases as an evaluation opens them: named as NAME=PATH, called with settings of their own, safety checker set aside.
 
-A base's own safety checker would blacken pictures of every defence alike, so no defence runs with it but `stock_checker`.
+A base's own safety checker would blacken pictures of every defence alike. Only the defence `stock_checker` uses it.
 """
 
 from __future__ import annotations

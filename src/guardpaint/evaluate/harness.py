@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from guardpaint.audit.part import Graded
 from guardpaint.bases import BaseOptions
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
@@ -18,6 +19,7 @@ from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.opening import ABLATIONS, DEFENCES, expanded, needs_guard, open_defence, open_guard
 from guardpaint.evaluate.defences.stock_checker import StockCheckerDefence
 from guardpaint.evaluate.evaluated_base import BaseEntry, EvaluatedBase, open_base, read_entries
+from guardpaint.evaluate.jury import Jury, not_independent
 from guardpaint.evaluate.prompt_suites import PromptFiles
 from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, write_parquet
@@ -26,10 +28,10 @@ from guardpaint.store.checkpoint import read_json, short_hash, write_json
 from guardpaint.store.jobs import spread
 from guardpaint.store.progress import bar
 from guardpaint.store.results import write_results
-from guardpaint.testbed import Testbed, open_testbed
+from guardpaint.testbed import FileTestbed, Testbed, installed, open_testbed
 
 OWN_JUDGE = ("testbed", "oracle")
-"""Names of the testbed's own judge; `oracle` is its name in the paper-doll world."""
+"""Names of the testbed's own judge, which judges that testbed's bases only; `oracle` is its name for paper dolls."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class RunOptions:
     file_format: str | None = None
     pictures: int | None = None
     """Pictures kept per suite, base and defence; None: all."""
-    judge: str = OWN_JUDGE[0]
+    judges: Sequence[str] = OWN_JUDGE[:1]
+    """Judges by name; the majority of several decides."""
     metrics: Sequence[str] = ()
     processes: int = 1
     ray: bool = False
@@ -117,6 +120,7 @@ def run(options: RunOptions) -> Iterator[str]:
             raise BadInput(f"evaluation runs need {module}: pip install 'guardpaint[eval]'")
     wanted = expanded(options.defences)
     cast = Cast.of(options, wanted)
+    cast.check_judges()
     policy = cast.policy()
     suites, notes = open_suites(options, options.n, policy)
     if not any(suites):
@@ -124,9 +128,13 @@ def run(options: RunOptions) -> Iterator[str]:
     yield from notes
     if len({m.partition(":")[0] for m in options.metrics}) < len(options.metrics):
         raise BadInput(f"metrics {', '.join(options.metrics)}: name at most one of each kind")
+    if len(set(options.judges)) < len(options.judges):
+        raise BadInput(f"judges {', '.join(options.judges)}: name each judge once")
     opened = {name: cast.defence(name) for name in wanted}
     rows = RowStore(options.out)
-    plan = Plan(rows, options.out, cast.judged_by(), {name: metric_of(name) for name in options.metrics})
+    jury = cast.judged_by()
+    yield from not_independent(jury, cast.looks())
+    plan = Plan(rows, options.out, jury, {name: metric_of(name) for name in options.metrics})
     # The guard without its ladder draws the same pictures until the ladder is needed: run it after `ours`, whose rows
     # it can take over.
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
@@ -154,18 +162,18 @@ def run(options: RunOptions) -> Iterator[str]:
         prompt_suites.keep_table(options.out, options.read_files(None, policy).table)
     chosen, other = plan.chosen()
     if other:
-        yield f"{other} rows of another judge are left out; run their suites again to have this judge look at them"
+        yield f"{other} rows of other judges are left out; run their suites again to have these judges look at them"
     yield from finish(chosen, options.out)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Names of the guard, judge, metrics and testbed of a run; every process loads the same ones, once each."""
+    """Names of the guard, judges, metrics and testbed of a run; every process loads the same ones, once each."""
 
     guard: str | None
     guarded: bool
     """Whether any defence needs a guard."""
-    judge: str
+    judges: tuple[str, ...]
     metrics: tuple[str, ...]
     testbed: str | None
     entries: tuple[BaseEntry, ...] = ()
@@ -176,8 +184,8 @@ class Cast:
         if guard is not None and Path(guard).is_dir():
             guard = str(Path(guard).resolve())
         needed = guard is not None or any(map(needs_guard, defences))
-        entries = read_entries(options.bases, options.opening, options.calls)
-        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed, tuple(entries.values()))
+        entries = tuple(read_entries(options.bases, options.opening, options.calls).values())
+        return cls(guard, needed, tuple(options.judges), tuple(options.metrics), options.testbed, entries)
 
     def defence(self, name: str) -> tuple[Defence, str]:
         """A defence by name, and the hash of what it is made of."""
@@ -211,9 +219,35 @@ class Cast:
         """The policy of the guard if a defence needs one, otherwise the default policy."""
         return open_guard(self.guard).policy if self.guarded else Policy.default()
 
-    def judged_by(self) -> Judge:
-        """The judge, under the policy of the run."""
-        return opened_judge(self.judge, self.policy(), self.testbed)
+    def judged_by(self) -> Jury:
+        """The judges, under the policy of the run."""
+        return Jury({name: opened_judge(name, self.policy(), self.testbed) for name in self.judges})
+
+    def looks(self) -> dict[str, str]:
+        """Digests of the guard's auditor and approver."""
+        if not self.guarded:
+            return {}
+        guard = open_guard(self.guard)
+        parts = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
+        return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
+
+    def check_judges(self) -> None:
+        """Raise BadInput if a testbed's own judge, which knows the pictures of its own bases only, is to judge others.
+
+        The judge of a testbed from a file was named by whoever wrote the file, so it judges every base.
+        """
+        if not any(name in OWN_JUDGE for name in self.judges):
+            return
+        real = [entry for entry in self.entries if entry.real]
+        if not real:
+            return
+        world = opened_testbed(self.testbed) if self.testbed or installed() else None
+        foreign = [e for e in real if world is None or e.path not in world.bases()]
+        if foreign and not isinstance(world, FileTestbed):
+            raise BadInput(
+                f"base {foreign[0].name}: no judge is named, and a testbed's own only knows pictures of its own bases; "
+                "name one with --judge, as in --judge vlm:MODEL"
+            )
 
 
 @dataclass(frozen=True)
@@ -233,7 +267,7 @@ class Plan:
 
     rows: RowStore
     out: Path
-    judge: Judge
+    jury: Jury
     metrics: dict[str, PromptMetric]
     current: dict[summary.Cell, str] = field(default_factory=dict)
     """The configuration of each suite, base and defence that was run last, by this command or an earlier one."""
@@ -277,7 +311,7 @@ class Plan:
             for r in summary.latest(list(self.rows.found.values()), self.current)
             if r.suite not in valid or f"{r.seed} {r.prompt}" in valid[r.suite]
         ]
-        mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.judge, list(self.metrics))]
+        mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.jury, list(self.metrics))]
         return mine, len(rows) - len(mine)
 
     def pieces(
@@ -305,12 +339,12 @@ class Plan:
             return []
         self.current[cases[0].suite, base, defence] = config
         self.total += len(cases)
-        wanted = runner.judge_key(self.judge, list(self.metrics))
+        wanted = runner.judge_key(self.jury, list(self.metrics))
         todo, anew = [], []
         for case in cases:
             row = self.rows.found.get(runner.key_of(base, defence, config, case))
             if row is not None and row.verdict.judge != wanted:
-                row = runner.judged_anew(row, self.out, case, self.judge, self.metrics)
+                row = runner.judged_anew(row, self.out, case, self.jury, self.metrics)
                 anew += [row] if row is not None else []
             if row is None:
                 todo.append(case)

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from guardpaint.evaluate import by_category, figures, summary
+from guardpaint.evaluate import by_category, figures, summary, votes
 from guardpaint.evaluate.prompt_suites import read_table
 from guardpaint.store.images import load_bytes
 from guardpaint.store.pages import render
@@ -50,7 +50,8 @@ def write(rows: summary.Rows, out: Path, title: str = "GuardPaint: evaluation") 
     """Write report.html into the folder of the rows and return its path."""
     parts = list(sections(summary.latest(rows), out))
     path = out / "report.html"
-    page = render("evaluation.html.j2", title=title, count=len(rows), note=FILTER_NOTE, sections=parts)
+    note = FILTER_NOTE if any(r.known for r in rows) else ""
+    page = render("evaluation.html.j2", title=title, count=len(rows), note=note, sections=parts)
     path.write_text(page, encoding="utf-8")
     return path
 
@@ -59,6 +60,8 @@ def sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
     """The sections for which there are rows: attacks, benign prompts, picture pairs."""
     if attacked := summary.harmful(rows):
         yield from attack_sections(rows, {r.defence for r in attacked})
+    if agreement := votes.agreement(rows):
+        yield Section("Judges", jury_note(rows), metrics=agreement)
     if benign := summary.benign(rows):
         yield Section("Benign prompts", metrics=benign)
     yield from file_sections(rows, out)
@@ -78,6 +81,16 @@ def file_sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
         yield Section("Categories of the files", MAPPING_NOTE, table=lines)
     if found := by_category.metrics(rows):
         yield Section("By category and source", metrics=found)
+
+
+def jury_note(rows: summary.Rows) -> str:
+    """How several judges decide together."""
+    names = votes.judges(rows)
+    return (
+        f"{len(names)} judges: {', '.join(names)}. Rates without a judge's name are those of the majority, where a tie "
+        "and a judge that fails count as unsafe; those with `by` are one judge's. A failure on an undefended picture "
+        "is in no rate and is counted as judge_failed."
+    )
 
 
 def attack_sections(rows: summary.Rows, defences: set[str]) -> Iterator[Section]:

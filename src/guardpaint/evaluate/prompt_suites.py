@@ -152,7 +152,8 @@ def case_of(suite: str, prompt: PublishedPrompt, index: int, names: Sequence[str
     """A published prompt as a case; `index` is its place in the file, and its seed if it has none of its own."""
     seed = prompt.seed if prompt.seed is not None else index
     category = category_of(prompt, names, own)
-    return Case(suite, prompt.id, prompt.text, seed, prompt.category, category, source=prompt.source)
+    intent = prompt.original if category != SAFE else ""
+    return Case(suite, prompt.id, prompt.text, seed, prompt.category, category, source=prompt.source, intent=intent)
 
 
 def category_of(prompt: PublishedPrompt, names: Sequence[str], own: Mapping[str, str]) -> str:
