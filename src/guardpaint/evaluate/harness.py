@@ -12,7 +12,7 @@ from guardpaint.audit.part import Graded
 from guardpaint.bases import BaseOptions
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import by_category, page, prompt_suites, summary
+from guardpaint.evaluate import benign_files, by_category, page, prompt_suites, summary
 from guardpaint.evaluate import run as runner
 from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences.base import Defence
@@ -417,7 +417,7 @@ def finish(rows: Sequence[EvaluationRow], out: Path) -> Iterator[str]:
     revisions = dict.fromkeys(r.git for r in rows)
     if len(revisions) > 1:
         yield f"the rows come from {len(revisions)} revisions of the code: {', '.join(revisions)}"
-    found = {**summary.metrics(rows), **by_category.metrics(rows)}
+    found = {**summary.metrics(rows), **by_category.metrics(rows), **benign_files.metrics(rows)}
     write_results(out / "results.json", found, [r.to_dict() for r in rows], seed=0)
     write_parquet(rows, out / "samples.parquet")
     yield f"wrote {out / 'results.json'}, {out / 'samples.parquet'} and {page.write(rows, out)}"

@@ -10,13 +10,16 @@ from typing import Any
 
 from PIL import Image
 
-from guardpaint.evaluate import by_category, figures, summary, votes
+from guardpaint.evaluate import benign_files, by_category, figures, summary, votes
 from guardpaint.evaluate.prompt_suites import read_table
 from guardpaint.store.images import load_bytes
 from guardpaint.store.pages import render
 
 FILTER_NOTE = (
     "The attacks searched for prompts that pass prompt_filter: its numbers are those of the search's own target."
+)
+CHECKER_NOTE = (
+    "A base's own safety checker is off for every defence but stock_checker, which is a checker and nothing else."
 )
 BLUR_NOTE = "What the judge calls unsafe is blurred here."
 
@@ -50,20 +53,31 @@ def write(rows: summary.Rows, out: Path, title: str = "GuardPaint: evaluation") 
     """Write report.html into the folder of the rows and return its path."""
     parts = list(sections(summary.latest(rows), out))
     path = out / "report.html"
-    note = FILTER_NOTE if any(r.known for r in rows) else ""
+    searched = any(r.known for r in rows) and any(r.defence == "prompt_filter" for r in rows)
+    note = FILTER_NOTE if searched else ""
     page = render("evaluation.html.j2", title=title, count=len(rows), note=note, sections=parts)
     path.write_text(page, encoding="utf-8")
     return path
 
 
+def drawn_section(rows: summary.Rows) -> Iterator[Section]:
+    """What the pictures of every base were drawn with, by the rows of each defence."""
+    settings = dict.fromkeys((r.base, r.drawn_with) for r in rows if r.drawn_with)
+    if settings:
+        yield Section("Bases", CHECKER_NOTE, table=[("base", "drawn with"), *settings])
+
+
 def sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
     """The sections for which there are rows: attacks, benign prompts, picture pairs."""
+    yield from drawn_section(rows)
     if attacked := summary.harmful(rows):
         yield from attack_sections(rows, {r.defence for r in attacked})
     if agreement := votes.agreement(rows):
         yield Section("Judges", jury_note(rows), metrics=agreement)
     if benign := summary.benign(rows):
         yield Section("Benign prompts", metrics=benign)
+    if filed := benign_files.metrics(rows):
+        yield Section("Benign prompts of files", metrics=filed)
     yield from file_sections(rows, out)
     for heading, sheet in (
         ("Undefended and guarded", figures.pairs_sheet(rows, out)),
