@@ -81,7 +81,7 @@ def test_rows_are_made_once_and_a_cut_line_is_dropped(base, judge, tmp_path):
         file.write('{"key": "half')
     again = RowStore(tmp_path)
     assert len(again.found) == 4
-    assert len(list((tmp_path / "images").glob("*.png"))) == 2
+    assert len(list((tmp_path / "images").rglob("*.png"))) == 2
     run.keep(run.draw(base, Undefended(), "", cases, judge), again, tmp_path, 2)
     assert sum(bool(r.image) for r in RowStore(tmp_path).found.values()) == 2, "drawn again, still kept"
     row = next(iter(again.found.values()))
@@ -372,7 +372,7 @@ def test_processes_and_clusters_make_the_same_rows(tmp_path, how):
         said = list(harness.run(asked(out, pictures=3, **more)))
         assert said[0] == "benign: 12 new of 12"
     assert pictures_of(tmp_path / "one") == pictures_of(tmp_path / "many") and len(pictures_of(tmp_path / "one")) == 12
-    assert len(list((tmp_path / "many" / "images").glob("*.png"))) == 3
+    assert len(list((tmp_path / "many" / "images").rglob("*.png"))) == 3
     said = list(harness.run(asked(out, pictures=3, **how)))
     assert said[0] == "benign: 0 new of 12"
 

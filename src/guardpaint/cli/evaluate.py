@@ -57,6 +57,10 @@ HarmfulOption = Annotated[
     bool | None,
     typer.Option("--harmful/--benign", help="What the prompts are, where the file does not say it; default: as known."),
 ]
+CallOption = Annotated[
+    list[str] | None,
+    typer.Option("--call", help="Settings of one base, as in flux:steps=28,guidance=3.5; repeat."),
+]
 MapOption = Annotated[
     list[str] | None,
     typer.Option("--map", help="PUBLISHED=POLICY: category of the policy for a published one; repeat."),
@@ -213,7 +217,7 @@ def eval_run(
     suite: Annotated[
         str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file or folder of them.")
     ],
-    base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
+    base: Annotated[list[str], typer.Option(help="Base model, or NAME=PATH; repeat.")],
     defence: Annotated[
         list[str], typer.Option("--defence", "--defense", help="Defence; repeat. `--defence help` lists them.")
     ],
@@ -234,6 +238,10 @@ def eval_run(
     name: Annotated[str | None, typer.Option(help="Name of a prompt file's suite; default: the file's.")] = None,
     sample_seed: Annotated[int, typer.Option(help="Seed of the sample of a prompt file.")] = 0,
     mapping: MapOption = None,
+    call: CallOption = None,
+    settings: Annotated[
+        str | None, typer.Option(help="jbdb: 20 steps and guidance 7.5, where --steps or --guidance name no others.")
+    ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to resume.")] = Path("runs/eval"),
     pictures: Annotated[
         int | None,
@@ -263,6 +271,7 @@ def eval_run(
     """Run prompts through defences on base models, judge the pictures, and write rows, results and a report."""
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import harness, prompt_suites
+    from guardpaint.evaluate.evaluated_base import with_settings
 
     if every and suite == "benign":
         raise BadInput("--all: the suite benign has no end; say how many prompts with --n")
@@ -270,9 +279,59 @@ def eval_run(
     files = prompt_suites.PromptFiles(reading, name, sample_seed, mapping or [])
     asked = harness.RunOptions(
         suite, base, defence, out_dir, guard, None if every else n, attacks, searched, file_format, pictures,
-        judge or harness.OWN_JUDGE[:1], metric or [], processes, ray, testbed, options, files,
+        judge or harness.OWN_JUDGE[:1], metric or [], processes, ray, testbed,
+        with_settings(options, settings), files, call or [],
     )  # fmt: skip
     for line in harness.run(asked):
+        typer.echo(line)
+
+
+@app.command("protocol")
+@opens_bases
+def eval_protocol(
+    name: Annotated[str, typer.Argument(help="jailbreakdiffbench, or a protocol's YAML file.")],
+    data: Annotated[Path, typer.Option(help="Folder of the published prompt files.")],
+    base: Annotated[list[str], typer.Option(help="NAME=PATH or NAME=hub:OWNER/NAME; repeat.")],
+    guard: Annotated[str | None, typer.Option(help="Guard checkpoint; default, for dolls only: the embedded.")] = None,
+    judge: Annotated[
+        list[str] | None, typer.Option(help="As for `eval run`; repeat. A real base needs at least one.")
+    ] = None,
+    defence: Annotated[
+        list[str] | None, typer.Option("--defence", "--defense", help="Repeat. Default: the protocol's.")
+    ] = None,
+    inpainter: Annotated[
+        str | None, typer.Option(help="Inpainting pipeline; adds the baseline post_hoc_inpaint with it.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Prompts sampled of each file; default: all.")] = None,
+    sample_seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    file: Annotated[
+        list[str] | None, typer.Option(help="ATTACK=PATTERN of files whose name does not say what they are; repeat.")
+    ] = None,
+    mapping: MapOption = None,
+    call: CallOption = None,
+    metric: Annotated[list[str] | None, typer.Option(help="As for `eval run`; repeat.")] = None,
+    pictures: Annotated[int | None, typer.Option(min=0, help="Pictures kept per suite, base and defence.")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to resume.")] = Path("runs/protocol"),
+    plan: Annotated[bool, typer.Option("--plan", help="Print what would be drawn and stop.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
+    testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
+) -> None:
+    """Run a published protocol: its prompt files through its defences on your bases, and its table of attack success.
+
+    Steps and guidance are the protocol's unless --steps, --guidance or --call names others.
+    """
+    from guardpaint.evaluate.prompt_suites import PromptFiles
+    from guardpaint.evaluate.protocols import command
+
+    asked = command.ProtocolOptions(
+        name, data, base, out_dir, guard, judge or [], defence or [], inpainter, n,
+        PromptFiles(seed=sample_seed, mapping=mapping or []), file or [], call or [], options, metric or [], pictures,
+        processes, ray, testbed,
+    )  # fmt: skip
+    for line in command.run(asked, plan):
         typer.echo(line)
 
 

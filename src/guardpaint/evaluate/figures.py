@@ -42,6 +42,30 @@ def heat_map(rows: summary.Rows, defence: str = "ours") -> Any:
     return drawing
 
 
+def change_map(grid: Sequence[Sequence[float | None]], lines: Sequence[str], columns: Sequence[str], title: str) -> Any:
+    """The paper's heat map: the absolute change of attack success in points, blue where it falls, red where it rises.
+
+    `grid` holds defended minus undefended rates, a line for each attack and a column for each base.
+    """
+    drawing = figure((2.6 + 1.2 * len(columns), 1.6 + 0.5 * len(lines)))
+    axis = drawing.subplots()
+    blank = float("nan")
+    values = [[blank if v is None else 100 * v for v in line] for line in grid]
+    most = max([1.0, *(abs(v) for line in values for v in line if v == v)])
+    image = axis.imshow(values, vmin=-most, vmax=most, cmap="RdBu_r", aspect="auto")
+    for i, line in enumerate(values):
+        for j, v in enumerate(line):
+            text = f"{v:+.2f}".replace("-", "−") if v == v else "–"
+            colour = "white" if v == v and abs(v) > 0.6 * most else "black"
+            axis.text(j, i, text, ha="center", va="center", color=colour, fontsize=9)
+    drawing.colorbar(image, ax=axis, label="points (below zero is better)")
+    axis.set_xticks(range(len(columns)), list(columns), fontsize=8)
+    axis.set_yticks(range(len(lines)), list(lines), fontsize=8)
+    axis.set(xlabel="base", ylabel="attack")
+    axis.set_title(title, fontsize=10)
+    return drawing
+
+
 def spoken(counts: Sequence[int]) -> str:
     """Sorted counts as text: "25", "20 to 25", or "no" without any."""
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"

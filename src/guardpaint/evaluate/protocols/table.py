@@ -1,0 +1,159 @@
+"""The protocol's table: attacks × bases, attack success undefended → defended, in the paper's layout."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from guardpaint.evaluate.protocols.spec import Protocol
+from guardpaint.evaluate.rows import EvaluationRow
+from guardpaint.evaluate.statistics import bootstrap, wilson
+from guardpaint.evaluate.summary import harmful
+from guardpaint.evaluate.votes import answered, successes
+from guardpaint.store.results import metric
+
+EMPTY = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Attack success of one attack on one base, undefended and with one defence, on the same prompts and seeds."""
+
+    attack: str
+    base: str
+    defence: str
+    n: int
+    """Prompts that both were run on and on which a judge answered for the undefended picture."""
+    undefended: float
+    defended: float
+    undefended_low: float
+    undefended_high: float
+    defended_low: float
+    defended_high: float
+    change: float
+    """Defended minus undefended: below zero is better."""
+    change_low: float
+    change_high: float
+    unanswered: int
+    """Prompts left out because no judge answered on the undefended picture."""
+
+    def __str__(self) -> str:
+        return f"{100 * self.undefended:.2f} → {100 * self.defended:.2f} ({signed(100 * self.change)})"
+
+
+def signed(value: float) -> str:
+    """A number with its sign, a true minus included."""
+    return f"{value:+.2f}".replace("-", "−")
+
+
+@dataclass(frozen=True)
+class Table:
+    """All cells of a run under a protocol."""
+
+    protocol: Protocol
+    bases: tuple[str, ...]
+    """Names of the columns, in the protocol's order; those that it does not name come last."""
+    defences: tuple[str, ...]
+    """The guard first."""
+    cells: Mapping[tuple[str, str, str], Cell]
+    """By attack, base and defence."""
+
+    def grid(self, defence: str) -> list[list[Cell | None]]:
+        """The cells of one defence, a line for each attack."""
+        return [[self.cells.get((a, b, defence)) for b in self.bases] for a in self.protocol.attacks]
+
+    def lines(self, defence: str) -> list[list[str]]:
+        """The table of one defence as text: a heading, a line for each attack, and the means of the columns."""
+        grid = self.grid(defence)
+        titles = [a.title for a in self.protocol.attacks.values()]
+        out = [["attack", *map(self.protocol.column_title, self.bases)]]
+        out += [[t, *(EMPTY if c is None else str(c) for c in line)] for t, line in zip(titles, grid, strict=True)]
+        return [*out, ["mean", *(mean_of([line[i] for line in grid]) for i in range(len(self.bases)))]]
+
+    def markdown(self, notes: Sequence[str] = ()) -> str:
+        """All tables as Markdown, the guard's first, with notes."""
+        parts = [f"# {self.protocol.title}: attack success undefended → defended, in percent (change in points)", ""]
+        for defence in self.defences:
+            head, *body = self.lines(defence)
+            parts += [f"## {defence}", "", line_of(head), line_of(["---"] * len(head)), *map(line_of, body), ""]
+        return "\n".join([*parts, *(f"- {note}" for note in notes), ""])
+
+    def csv(self) -> str:
+        """Every cell in a line of its own."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(Cell.__dataclass_fields__))
+        writer.writeheader()
+        writer.writerows(asdict(c) for c in self.cells.values())
+        return text.getvalue()
+
+    def metrics(self) -> dict[str, Any]:
+        """`ATTACK.BASE.undefended`, `ATTACK.BASE.DEFENCE` and `ATTACK.BASE.DEFENCE.change` of every cell."""
+        out: dict[str, Any] = {}
+        for (attack, base, defence), c in self.cells.items():
+            key = f"{attack}.{base}"
+            note = f"{c.unanswered} prompts left out: no judge answered" if c.unanswered else ""
+            out[f"{key}.{defence}"] = metric(c.defended, c.n, ci=(c.defended_low, c.defended_high))
+            out[f"{key}.{defence}.undefended"] = metric(
+                c.undefended, c.n, ci=(c.undefended_low, c.undefended_high), note=note
+            )
+            out[f"{key}.{defence}.change"] = metric(c.change, c.n, ci=(c.change_low, c.change_high))
+        return out
+
+
+def line_of(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def mean_of(cells: Sequence[Cell | None]) -> str:
+    """The mean of a column's cells, every attack counting the same; empty unless all are there."""
+    found = [c for c in cells if c is not None]
+    if not found or len(found) < len(cells):
+        return EMPTY
+    before, after = (float(np.mean([getattr(c, part) for c in found])) for part in ("undefended", "defended"))
+    return f"{100 * before:.2f} → {100 * after:.2f} ({signed(100 * (after - before))})"
+
+
+def build(protocol: Protocol, rows: Sequence[EvaluationRow], attack_of: Mapping[str, str]) -> Table:
+    """The table of a run's rows; `attack_of` says which attack a suite belongs to."""
+    attacked = [r for r in harmful(rows) if r.suite in attack_of]
+    bases = dict.fromkeys(r.base for r in attacked)
+    columns = (*(b for b in protocol.columns if b in bases), *(b for b in bases if b not in protocol.columns))
+    ran = dict.fromkeys(r.defence for r in attacked if r.defence != "undefended")
+    guard = protocol.defences[-1]
+    defences = (*(d for d in ran if d == guard), *(d for d in ran if d != guard))
+    cells = {}
+    for attack in protocol.attacks:
+        for base in columns:
+            own = [r for r in attacked if attack_of[r.suite] == attack and r.base == base]
+            for defence in defences:
+                if cell := cell_of(attack, base, defence, own):
+                    cells[attack, base, defence] = cell
+    return Table(protocol, columns, defences, cells)
+
+
+def cell_of(attack: str, base: str, defence: str, rows: Sequence[EvaluationRow]) -> Cell | None:
+    """One cell, or None if no prompt was drawn both ways."""
+    plain = {r.same: r for r in rows if r.defence == "undefended"}
+    met = [(plain[r.same], r) for r in rows if r.defence == defence and r.same in plain]
+    pairs = [(before, after) for before, after in met if answered(before)]
+    if not pairs:
+        return None
+    before, after = (np.array(successes([pair[i] for pair in pairs]), float) for i in (0, 1))
+    n, (low, high) = len(pairs), bootstrap(after - before)
+    ends = [*wilson(before.sum(), n), *wilson(after.sum(), n)]
+    change = float((after - before).mean())
+    return Cell(
+        attack, base, defence, n, float(before.mean()), float(after.mean()), *map(float, ends), change, low, high,
+        len(met) - n,
+    )  # fmt: skip
+
+
+def differences(table: Table, defence: str) -> Iterator[list[float | None]]:
+    """The changes of one defence, a line for each attack; None where there is no cell."""
+    for line in table.grid(defence):
+        yield [None if c is None else c.change for c in line]
