@@ -175,7 +175,7 @@ def test_one_command_draws_judges_and_lays_out(tmp_path):
     kept = {r.image.rpartition("/")[0] for r in rows if r.image}
     assert "images/sd15/undefended/mma" in kept and not any(r.verdict.failed for r in rows)
     written = (tmp_path / "run" / "table.md").read_text()
-    assert "| attack | SD 1.5 | FLUX.1-dev |" in written and written.count("SneakyPrompt") == len(cells) - 6
+    assert "| attack | SD 1.5 | FLUX.1-dev |" in written and written.count("SneakyPrompt") == 5
     assert "own safety checker is off" in written and "2 steps, guidance 7.5" in written
     metrics = json.loads((tmp_path / "run" / "table.json").read_text())["metrics"]
     assert metrics["daca.flux.ours"]["n"] == 1 and "ring_a_bell.sd15.stock_checker.change" in metrics
