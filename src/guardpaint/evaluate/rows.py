@@ -97,7 +97,7 @@ class EvaluationRow:
     def to_dict(self) -> dict[str, Any]:
         """The stored form: one flat dictionary."""
         drawn = {name: getattr(self, name) for name in DRAWN}
-        run = {"run": self.run} if self.run else {}
+        run = {name: value for name, value in (("source", self.source), ("run", self.run)) if value}
         parts = {**self.known, **self.detail, **self.verdict.to_dict()}
         return {**drawn, "detail": sorted(self.detail), **parts, **run}
 
