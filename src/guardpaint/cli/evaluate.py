@@ -425,7 +425,7 @@ def eval_prompts(
     for line in prompt_suites.described(found):
         typer.echo(line)
     for note in found.notes[:20]:
-        err.print(f"note: {note}", style="yellow", markup=False)
+        err.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
 
 
 @app.command("auditor")

@@ -148,9 +148,9 @@ class EvaluationRow:
     def to_dict(self) -> dict[str, Any]:
         """The stored form: one flat dictionary."""
         drawn = {name: getattr(self, name) for name in DRAWN}
-        run = {"run": self.run} if self.run else {}
+        named = {name: getattr(self, name) for name in NAMED if getattr(self, name)}
         parts = {**self.known, **self.detail, **self.verdict.to_dict()}
-        return {**drawn, "detail": sorted(self.detail), **parts, **run}
+        return {**drawn, "detail": sorted(self.detail), **parts, **named}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> EvaluationRow:
@@ -173,22 +173,17 @@ class EvaluationRow:
                 if k.startswith(VOTE) and v is not None
             },
         )
-        missing: dict[str, Any] = {
-            "git": "unknown",
-            "threads": 0,
-            "config": "",
-            "picture": "",
-            "image": "",
-            "source": "",
-            "drawn_with": "",
-        }
+        missing: dict[str, Any] = {"git": "unknown", "threads": 0, "config": "", "picture": "", "image": ""}
         drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
-        return cls(**drawn, detail=detail, known=known, verdict=verdict, run=row.get("run") or "")
+        named = {name: row.get(name) or "" for name in NAMED}
+        return cls(**drawn, **named, detail=detail, known=known, verdict=verdict)
 
 
-DRAWN = tuple(f.name for f in fields(EvaluationRow) if f.name not in ("detail", "known", "verdict", "run"))
+NAMED = ("source", "drawn_with", "run")
+"""Fields that are stored only where they have a value."""
+DRAWN = tuple(f.name for f in fields(EvaluationRow) if f.name not in ("detail", "known", "verdict", *NAMED))
 """Fields that describe the drawing and do not depend on the judge."""
-FLAT = {*DRAWN, *KNOWN, "detail", "run", "judge", "released", "judge_failed", "said", "unsafe"}
+FLAT = {*DRAWN, *KNOWN, *NAMED, "detail", "judge", "released", "judge_failed", "said", "unsafe"}
 """Names in the stored form that are not scores of a metric."""
 PREFIXES = (RIGHT, *VOTES)
 """Beginnings of such names."""
