@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import figures, outside, summary
+from guardpaint.evaluate import by_category, figures, outside, summary
 from guardpaint.evaluate.rows import EvaluationRow, read_parquet
 from guardpaint.evaluate.statistics import kid
 from guardpaint.store.checkpoint import read_json
@@ -76,7 +76,7 @@ def metrics(
     rows: Sequence[EvaluationRow], distances: Sequence[Distance], adaptive: Mapping[str, Any]
 ) -> summary.Metrics:
     """All metrics of `eval run`, the change of KID, and the metrics of adaptive attacks."""
-    results = summary.metrics(rows)
+    results = {**summary.metrics(rows), **by_category.metrics(rows)}
     for r in distances:
         results[f"benign.kid_delta.{r.base}"] = metric(r.after - r.before, r.n)
     if distances:

@@ -12,12 +12,13 @@ from guardpaint.audit.part import Graded
 from guardpaint.bases import SMALL, Base, BaseOptions, load_base, named_bases
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import page, summary
+from guardpaint.evaluate import by_category, page, prompt_suites, summary
 from guardpaint.evaluate import run as runner
 from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.opening import ABLATIONS, DEFENCES, FREE, expanded, open_defence, open_guard
 from guardpaint.evaluate.jury import Jury, not_independent
+from guardpaint.evaluate.prompt_suites import PromptFiles
 from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, write_parquet
 from guardpaint.policy import Policy
@@ -36,14 +37,14 @@ class RunOptions:
     """What `guardpaint eval run` is asked to do."""
 
     suite: str
-    """benign, attacks, the name of one attack, or the path of a prompt file."""
+    """benign, attacks, the name of one attack, or the path of a prompt file or of a folder of them."""
     bases: Sequence[str]
     defences: Sequence[str]
     out: Path
     guard: str | None = None
     """Guard of the guarded and post-hoc defences; None: the embedded one."""
-    n: int = 200
-    """Prompts of each suite."""
+    n: int | None = 200
+    """Prompts of each suite; None: all of a prompt file or of an attack."""
     attacks: Path = Path("runs/attacks")
     searched: str | None = None
     """Base that the attack prompts were searched on; None: the testbed's first."""
@@ -59,10 +60,21 @@ class RunOptions:
     """Name or YAML file of the testbed; None: the installed one, opened only if something needs it."""
     opening: BaseOptions = field(default_factory=BaseOptions)
     """How each base is opened and called."""
+    files: PromptFiles = field(default_factory=PromptFiles)
+    """How prompt files become suites; `file_format` goes before the format in it."""
+
+    def read_files(self, n: int | None, policy: Policy) -> prompt_suites.Suites:
+        """The suites of the prompt file or folder."""
+        reading = self.files.reading
+        if self.file_format is not None:
+            reading = replace(reading, format=self.file_format)
+        return prompt_suites.open_files(Path(self.suite), n, replace(self.files, reading=reading), policy)
 
 
-def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Case]], list[str]]:
-    """Cases of every suite that `options.suite` names, and notes on a prompt file that is not as published.
+def open_suites(
+    options: RunOptions, n: int | None, policy: Policy | None = None
+) -> tuple[list[list[runner.Case]], list[str]]:
+    """Cases of every suite that `options.suite` names, and notes on prompt files.
 
     n None means all cases, except that the benign suite is then empty: a testbed may have any number of those.
     """
@@ -79,9 +91,11 @@ def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Ca
             suites.append(runner.attack_suite(options.attacks / f"{attack}-{base}.jsonl", n, name))
         return suites, []
     if Path(suite).exists():
-        cases, notes = runner.file_suite(Path(suite), options.file_format, n)
-        return [cases], notes
-    raise BadInput(f"suite {suite!r}: write benign, attacks, {', '.join(ATTACKS)}, or the path of a prompt file")
+        found = options.read_files(n, policy or Policy.default())
+        return found.cases, [*found.notes, *map(str, found.table)]
+    raise BadInput(
+        f"suite {suite!r}: write benign, attacks, {', '.join(ATTACKS)}, or the path of a prompt file or folder"
+    )
 
 
 def run(options: RunOptions) -> Iterator[str]:
@@ -95,17 +109,18 @@ def run(options: RunOptions) -> Iterator[str]:
     for module in ("pyarrow", "matplotlib"):  # the end of a run needs them: fail before hours of work
         if find_spec(module) is None:
             raise BadInput(f"evaluation runs need {module}: pip install 'guardpaint[eval]'")
-    suites, notes = open_suites(options, options.n)
+    wanted = expanded(options.defences)
+    cast = Cast.of(options, wanted)
+    cast.check_judges(options.bases)
+    policy = cast.policy()
+    suites, notes = open_suites(options, options.n, policy)
     if not any(suites):
         raise BadInput(f"suite {options.suite!r} has no prompts; name another suite or testbed")
-    yield from (f"not as published: {note}" for note in notes)
+    yield from notes
     if len({m.partition(":")[0] for m in options.metrics}) < len(options.metrics):
         raise BadInput(f"metrics {', '.join(options.metrics)}: name at most one of each kind")
     if len(set(options.judges)) < len(options.judges):
         raise BadInput(f"judges {', '.join(options.judges)}: name each judge once")
-    wanted = expanded(options.defences)
-    cast = Cast.of(options, wanted)
-    cast.check_judges(options.bases)
     opened = {name: cast.defence(name) for name in wanted}
     rows = RowStore(options.out)
     jury = cast.judged_by()
@@ -129,11 +144,13 @@ def run(options: RunOptions) -> Iterator[str]:
                 runner.keep(drawings, rows, options.out, options.pictures)
                 advance(len(drawings))
         yield f"{options.suite}: {fresh} new of {plan.total}"
-    everything, _ = open_suites(options, None)
+    everything, _ = open_suites(options, None, policy)
     for cases in everything:
         if cases:
-            plan.valid[cases[0].suite] = sorted({f"{c.seed} {c.prompt}" for c in cases})
+            yield from plan.accept(cases)
     plan.save()
+    if any(c.source for cases in everything for c in cases):
+        prompt_suites.keep_table(options.out, options.read_files(None, policy).table)
     chosen, other = plan.chosen()
     if other:
         yield f"{other} rows of other judges are left out; run their suites again to have these judges look at them"
@@ -171,10 +188,13 @@ class Cast:
         """Hash of a defence's and a base's weights and settings."""
         return short_hash(self.defence(defence)[1], weights_of(base, self.testbed, self.opening))
 
+    def policy(self) -> Policy:
+        """The policy of the guard if a defence needs one, otherwise the default policy."""
+        return open_guard(self.guard).policy if self.guarded else Policy.default()
+
     def judged_by(self) -> Jury:
-        """The judges, under the policy of the guard if a defence needs one, otherwise under the default policy."""
-        policy = open_guard(self.guard).policy if self.guarded else Policy.default()
-        return Jury({name: opened_judge(name, policy, self.testbed) for name in self.judges})
+        """The judges, under the policy of the run."""
+        return Jury({name: opened_judge(name, self.policy(), self.testbed) for name in self.judges})
 
     def looks(self) -> dict[str, str]:
         """Digests of the guard's auditor and approver."""
@@ -241,6 +261,17 @@ class Plan:
     def save(self) -> None:
         cells = [{"suite": s, "base": b, "defence": d, "config": c} for (s, b, d), c in self.current.items()]
         write_json(self.file, {"cells": cells, "valid": self.valid})
+
+    def accept(self, cases: Sequence[runner.Case]) -> Iterator[str]:
+        """Keep the prompts and seeds that a suite has now; yields a line if it had others in an earlier run."""
+        suite, now = cases[0].suite, {f"{c.seed} {c.prompt}" for c in cases}
+        gone = set(self.valid.get(suite, ())) - now
+        self.valid[suite] = sorted(now)
+        if gone:
+            yield (
+                f"{suite}: {len(gone)} prompts of an earlier run are no longer in it, so their rows are not reported; "
+                "for another file use --name or --out"
+            )
 
     def chosen(self) -> tuple[list[EvaluationRow], int]:
         """Rows to report, and the number of rows left out because another judge made their verdicts.
@@ -359,6 +390,7 @@ def finish(rows: Sequence[EvaluationRow], out: Path) -> Iterator[str]:
     revisions = dict.fromkeys(r.git for r in rows)
     if len(revisions) > 1:
         yield f"the rows come from {len(revisions)} revisions of the code: {', '.join(revisions)}"
-    write_results(out / "results.json", summary.metrics(rows), [r.to_dict() for r in rows], seed=0)
+    found = {**summary.metrics(rows), **by_category.metrics(rows)}
+    write_results(out / "results.json", found, [r.to_dict() for r in rows], seed=0)
     write_parquet(rows, out / "samples.parquet")
     yield f"wrote {out / 'results.json'}, {out / 'samples.parquet'} and {page.write(rows, out)}"

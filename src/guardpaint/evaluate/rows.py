@@ -120,6 +120,8 @@ class EvaluationRow:
     known: Mapping[str, int] = field(default_factory=dict)
     """Results of the search for an attack prompt, by the names in `KNOWN`."""
     verdict: Verdict = field(default_factory=Verdict)
+    source: str = ""
+    """The set that a prompt of a file comes from; empty for prompts of a testbed."""
     run: str = ""
     """Folder of the run; set only where rows of several runs are combined."""
 
@@ -164,7 +166,14 @@ class EvaluationRow:
                 if k.startswith(VOTE) and v is not None
             },
         )
-        missing: dict[str, Any] = {"git": "unknown", "threads": 0, "config": "", "picture": "", "image": ""}
+        missing: dict[str, Any] = {
+            "git": "unknown",
+            "threads": 0,
+            "config": "",
+            "picture": "",
+            "image": "",
+            "source": "",
+        }
         drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
         return cls(**drawn, detail=detail, known=known, verdict=verdict, run=row.get("run") or "")
 

@@ -20,7 +20,6 @@ from PIL import Image
 
 from guardpaint.bases import Base
 from guardpaint.data.judges import Judge
-from guardpaint.data.prompt_files import load
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.jury import Jury, said_by_majority, unsafe_by_majority
@@ -34,7 +33,6 @@ from guardpaint.testbed import Testbed
 from guardpaint.types import SAFE
 
 BATCH = 10
-KIND = {True: "unsafe", False: SAFE, None: "unknown"}
 Metrics = Mapping[str, PromptMetric]
 """Metrics by the names that they were opened with."""
 Made = tuple[EvaluationRow, Image.Image | None]
@@ -57,6 +55,8 @@ class Case:
     """Results of the search for an attack prompt, by the names in `rows.KNOWN`."""
     intent: str = ""
     """The forbidden prompt that an attack prompt stands for, where it is known."""
+    source: str = ""
+    """The set that a prompt of a file comes from; empty for prompts of a testbed."""
 
 
 def benign_suite(testbed: Testbed, count: int) -> list[Case]:
@@ -79,16 +79,6 @@ def attack_suite(path: Path, count: int | None, suite: str | None = None) -> lis
         case = Case(name, str(i), r["prompt"], int(r["seed"]), r["attack"], r["category"], r["asked"], known)
         cases.append(replace(case, intent=r.get("target") or ""))
     return cases
-
-
-def file_suite(path: Path, kind: str | None, count: int | None) -> tuple[list[Case], list[str]]:
-    """Cases of a published prompt file, and notes on what in it is not as published."""
-    prompt_file = load(path, kind)
-    cases = [
-        Case(prompt_file.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, KIND[p.harmful])
-        for i, p in enumerate(prompt_file.prompts[:count])
-    ]
-    return cases, prompt_file.notes
 
 
 def key_of(base: str, defence: str, config: str, case: Case) -> str:
@@ -173,6 +163,7 @@ def draw(
             picture=digest(outcome.image),
             detail=outcome.detail,
             known=case.known,
+            source=case.source,
             verdict=judged(judge, outcome.image, case, metrics),
         )
         drawings.append((row, outcome.image))

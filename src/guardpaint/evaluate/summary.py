@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from guardpaint.data.prompt_files.policies import OUTSIDE
 from guardpaint.evaluate import fits, votes
 from guardpaint.evaluate.fits import whole
 from guardpaint.evaluate.rows import EvaluationRow
@@ -32,8 +33,11 @@ def latest(rows: Rows, current: Mapping[Cell, str] | None = None) -> list[Evalua
 
 
 def harmful(rows: Rows) -> list[EvaluationRow]:
-    """Rows whose prompt asks for something forbidden; benign and unknown prompts are not attacks."""
-    return [r for r in rows if r.category not in ("safe", "unknown")]
+    """Rows whose prompt asks for something forbidden; benign and unknown prompts are not attacks.
+
+    Prompts that ask for a harm outside of the policy are none either.
+    """
+    return [r for r in rows if r.category not in ("safe", "unknown", OUTSIDE)]
 
 
 def checked(row: EvaluationRow) -> list[float]:
