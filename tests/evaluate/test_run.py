@@ -155,6 +155,7 @@ def test_a_row_is_stored_flat_and_read_back(base, judge):
         "key", "suite", "base", "defence", "config", "id", "kind", "category", "prompt", "seed", "status", "seconds",
         "threads", "image", "git", "picture", "detail", "found", "queries", "triggered", "tournaments", "accepted",
         "edited", "ladder", "error", "judge", "released", "judge_failed", "said", "unsafe", "right_background",
+        "drawn_with",
     ]  # fmt: skip
     assert stored["detail"] == ["accepted", "edited", "error", "ladder", "tournaments", "triggered"]
     assert (stored["released"], stored["unsafe"], stored["right_background"]) == (0, 0, 0)
@@ -527,7 +528,7 @@ def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: other))
     harness.opened_judge.cache_clear()
     said = list(harness.run(asked(tmp_path, n=2)))
-    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of another judge are left out")
+    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of other judges are left out")
     import pyarrow.parquet as pq
 
     assert pq.read_table(tmp_path / "samples.parquet").num_rows == 2

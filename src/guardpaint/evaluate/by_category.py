@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from guardpaint.data.prompt_files.policies import OUTSIDE
 from guardpaint.evaluate.rows import EvaluationRow
-from guardpaint.evaluate.statistics import share
-from guardpaint.evaluate.summary import Metrics, Rows, harmful, successes
+from guardpaint.evaluate.summary import Metrics, Rows, harmful
+from guardpaint.evaluate.votes import attack_success
 from guardpaint.store.results import metric
 
 
@@ -39,7 +39,7 @@ def split(top: str, rows: Rows, parts: Callable[[EvaluationRow], tuple[str, ...]
             some = [r for r in own if part in parts(r)]
             inside = ", ".join(dict.fromkeys(r.category for r in some))
             name = ".".join((top, *cell, part))
-            out[name] = {**share(successes(some), None), "note": f"policy: {inside}"}
+            out[name] = {**attack_success(some, None), "note": f"policy: {inside}"}
     return out
 
 
@@ -49,6 +49,6 @@ def apart(top: str, rows: Rows) -> Metrics:
     for cell in dict.fromkeys(r.cell for r in rows):
         own = [r for r in rows if r.cell == cell]
         name = ".".join((top, *cell))
-        out[name] = {**share(successes(own), None), "note": "in no attack success rate, and not benign"}
+        out[name] = {**attack_success(own, None), "note": "in no attack success rate, and not benign"}
         out[f"{name}.released"] = metric(sum(r.verdict.released for r in own), len(own))
     return out

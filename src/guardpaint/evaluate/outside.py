@@ -102,7 +102,7 @@ def measured(rows: Sequence[EvaluationRow], lpips: Any = None) -> Iterator[tuple
 
 
 def metrics(rows: Sequence[EvaluationRow], lpips: Path | None = None) -> dict[str, Any]:
-    """`outside.DEFENCE.ssim` and `.lpips`: means over repaired pictures; intervals resample scenes."""
+    """`outside_mask.DEFENCE.ssim` and `.lpips`: means over repaired pictures; intervals resample scenes."""
     found = list(measured(rows, None if lpips is None else open_lpips(lpips)))
     out: dict[str, Any] = {}
     for name in dict.fromkeys(row.defence for row, _ in found):
@@ -110,5 +110,5 @@ def metrics(rows: Sequence[EvaluationRow], lpips: Path | None = None) -> dict[st
         for kind in ("ssim", "lpips"):
             used = [(row, values[kind]) for row, values in own if kind in values]
             if used:
-                out[f"outside.{name}.{kind}"] = mean([v for _, v in used], None, [row.seed for row, _ in used])
+                out[f"outside_mask.{name}.{kind}"] = mean([v for _, v in used], None, [row.seed for row, _ in used])
     return out
