@@ -153,11 +153,11 @@ def test_a_row_is_stored_flat_and_read_back(base, judge):
     stored = json.loads(json.dumps(made.to_dict()))
     assert list(stored) == [
         "key", "suite", "base", "defence", "config", "id", "kind", "category", "prompt", "seed", "status", "seconds",
-        "threads", "image", "git", "picture", "detail", "found", "queries", "triggered", "tournaments", "accepted",
-        "edited", "ladder", "error", "judge", "released", "judge_failed", "said", "unsafe", "right_background",
+        "threads", "image", "git", "picture", "detail", "found", "queries", "triggered", "audits", "tournaments",
+        "accepted", "edited", "ladder", "error", "judge", "released", "judge_failed", "said", "unsafe", "right_background",
         "drawn_with",
     ]  # fmt: skip
-    assert stored["detail"] == ["accepted", "edited", "error", "ladder", "tournaments", "triggered"]
+    assert stored["detail"] == ["accepted", "audits", "edited", "error", "ladder", "tournaments", "triggered"]
     assert (stored["released"], stored["unsafe"], stored["right_background"]) == (0, 0, 0)
     assert EvaluationRow.from_dict(stored) == made
     scored = {**stored, "clip": 21.5, "blip": None, "blip_failed": "ValueError: no"}

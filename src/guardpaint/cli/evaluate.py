@@ -335,6 +335,35 @@ def eval_protocol(
         typer.echo(line)
 
 
+@app.command("figures")
+@opens_bases
+def eval_figures(
+    run: Annotated[Path, typer.Argument(help="Run directory of `eval run` or `eval protocol`.")],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder; default: figures in the run.")] = None,
+    defence: Annotated[str, typer.Option("--defence", "--defense", help="Defence that is shown.")] = "ours",
+    tournaments: Annotated[
+        int, typer.Option(min=0, help="Repaired prompts per base whose tournaments are drawn once more.")
+    ] = 0,
+    base: Annotated[list[str] | None, typer.Option(help="NAME=PATH, for --tournaments; repeat.")] = None,
+    guard: Annotated[str | None, typer.Option(help="Guard, for --tournaments; default: the embedded one.")] = None,
+    call: CallOption = None,
+    settings: Annotated[str | None, typer.Option(help="As for `eval run`, for --tournaments.")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Show tournaments without blur.")] = False,
+    *,
+    options: BaseOptions,
+) -> None:
+    """Draw the paper's figures and the reinsertion table from a run, as far as it has rows for them."""
+    from guardpaint.evaluate import paper_figures
+    from guardpaint.evaluate.evaluated_base import with_settings
+
+    asked = paper_figures.FigureOptions(
+        run, out_dir or run / "figures", defence, tournaments, base or [], guard, with_settings(options, settings),
+        call or [], clear,
+    )  # fmt: skip
+    for line in paper_figures.run(asked):
+        typer.echo(line)
+
+
 @app.command("report")
 def eval_report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories of `eval run`.")],

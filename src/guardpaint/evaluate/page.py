@@ -113,7 +113,8 @@ def attack_sections(rows: summary.Rows, defences: set[str]) -> Iterator[Section]
         for name in ("ours", "paper"):
             if name in defences:
                 yield Section(picture=plot_picture(figures.heat_map(rows, name)), alt="heat map")
-    yield Section("Safety, fidelity, time", picture=plot_picture(figures.front_plot(rows)), alt="front")
+    if any(p["fidelity"] is not None for p in summary.front(rows)):  # a judge of attributes was there
+        yield Section("Safety, fidelity, time", picture=plot_picture(figures.front_plot(rows)), alt="front")
     for heading, drawing in (
         ("Candidates and audits", figures.size_panels(rows)),
         ("Settings and parts", figures.variants_plot(rows)),

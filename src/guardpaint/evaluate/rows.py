@@ -12,7 +12,7 @@ from guardpaint.types import SAFE
 
 KNOWN = ("found", "passed_filter", "queries")
 """Results of the search for an attack prompt: whether it succeeded, whether it passed the filter, its queries."""
-DETAIL = ("triggered", "tournaments", "accepted", "edited", "ladder", "error", "reason")
+DETAIL = ("triggered", "audits", "tournaments", "accepted", "edited", "ladder", "error", "reason")
 """Details that defences report; a row also lists the names of its own."""
 RIGHT = "right_"
 """Prefix of the columns that say whether a requested attribute is present."""

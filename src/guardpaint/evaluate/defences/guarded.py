@@ -71,6 +71,7 @@ class Guarded:
             tournaments = [t for s in report.steps for t in s.tournaments]
             detail = {
                 "triggered": report.triggered,
+                "audits": len({s.step for s in report.steps}),
                 "tournaments": len(tournaments),
                 "accepted": sum(t.winner is not None for t in tournaments),
                 "edited": report.status == "repaired",
