@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class FigureOptions:
     bases: Sequence[str] = ()
     """NAME=PATH of the bases that tournaments are drawn on."""
     guard: str | None = None
-    opening: BaseOptions = BaseOptions()
+    opening: BaseOptions = field(default_factory=BaseOptions)
     calls: Sequence[str] = ()
     clear: bool = False
     """Whether tournaments are shown without blur."""
