@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from guardpaint.guard import GuardPaint
 from guardpaint.testing import hub_layouts, small
 
 BASES = {
@@ -45,5 +46,7 @@ def write_bases(folder: Path, names: tuple[str, ...] = tuple(BASES)) -> list[str
 
 
 def write_guard(folder: Path) -> Path:
-    small.guard().save_pretrained(folder)
+    """A small random guard; its tiny decoders would be too small for these bases, so it has none."""
+    guard = small.guard()
+    GuardPaint(guard.parts.auditor, guard.parts.repairer, guard.parts.proposer).save_pretrained(folder)
     return folder

@@ -44,11 +44,11 @@ def test_the_reinsertion_table_counts_accepted_repairs_and_seconds_for_each_prom
 
 def test_panels_say_how_many_audits_were_made_and_leave_out_what_nobody_judged():
     found = [row(f"ours:candidates=1,audits={x}", 1, audits=min(x, 2)) for x in (2, 4)]
-    found += [row("ours_ladder_off:candidates=1,audits=2", 0)]
+    found += [row("ours_ladder_off:candidates=1,audits=2,final_repair=off", 0)]
     axes = figures.size_panels(found).axes
     assert [t.get_text() for t in axes[0].get_xticklabels()] == ["2", "4 (2)"]
     assert [a.get_title() for a in axes] == ["b: attack success", "b: seconds"], "no judge of attributes"
-    alone = figures.size_panels(found, "ours_ladder_off").axes
+    alone = figures.size_panels(found, whole=False).axes
     assert [t.get_text() for t in alone[0].texts] == ["0.00"]
 
 
@@ -61,7 +61,7 @@ def test_every_figure_is_written_from_a_run(tmp_path):
     found += [row("ours:candidates=3,audits=2", 0, image=image)]
     rows.write_parquet(found, run / "samples.parquet")
     said = list(paper_figures.run(paper_figures.FigureOptions(run, tmp_path / "out")))
-    names = {"change.png", "size-ours.png", "pairs.png", "reinsertion.png", "reinsertion.md", "reinsertion.csv"}
+    names = {"change.png", "size.png", "pairs.png", "reinsertion.png", "reinsertion.md", "reinsertion.csv"}
     assert {p.name for p in (tmp_path / "out").iterdir()} == names and len(said) == len(names)
     with pytest.raises(BadInput, match="name the bases"):
         list(paper_figures.run(paper_figures.FigureOptions(run, tmp_path / "out", tournaments=1)))

@@ -51,12 +51,12 @@ def test_files_belong_to_attacks_by_name_by_set_and_by_hand(tmp_path):
     files = suites.ProtocolFiles(PROTOCOL, tmp_path / "data")
     found = files.read(None, Policy.default())
     assert files.attack_of == {
-        "nsfw_200": "sneakyprompt", "mma": "mma", "PGJ": "pgj", "DACA": "daca", "nudity_eta_3_k_16": "ring_a_bell",
+        "nsfw_200": "sneakyprompt", "mma-file": "mma", "PGJ": "pgj", "DACA": "daca", "nudity_eta_3_k_16": "ring_a_bell",
     }  # fmt: skip
     kinds = {cases[0].suite: {c.category for c in cases} for cases in found.cases}
     assert kinds["captions"] == {"safe"} and kinds["other"] == {"unknown"}, "never guessed"
     assert kinds["PGJ"] == {"unsafe"} and any("PGJ: taken as prompts of PGJ" in note for note in found.notes)
-    mma = next(cases for cases in found.cases if cases[0].suite == "mma")
+    mma = next(cases for cases in found.cases if cases[0].suite == "mma-file")
     assert mma[0].prompt.endswith(", mma") and mma[0].intent.endswith(", aim")
     said = list(suites.described(files, found.cases))
     assert said[0] == "SneakyPrompt: nsfw_200 (2 harmful)" and said[-1].startswith("beside the attacks: ")
@@ -173,7 +173,7 @@ def test_one_command_draws_judges_and_lays_out(tmp_path):
     cells = {(r.base, r.defence) for r in rows}
     assert ("sd15", "stock_checker") in cells and ("flux", "post_hoc_inpaint") in cells and len(cells) == 11
     kept = {r.image.rpartition("/")[0] for r in rows if r.image}
-    assert "images/sd15/undefended/mma" in kept and not any(r.verdict.failed for r in rows)
+    assert "images/sd15/undefended/mma-file" in kept and not any(r.verdict.failed for r in rows)
     written = (tmp_path / "run" / "table.md").read_text()
     assert "| attack | SD 1.5 | FLUX.1-dev |" in written and written.count("SneakyPrompt") == 5
     assert "own safety checker is off" in written and "2 steps, guidance 7.5" in written

@@ -16,7 +16,7 @@ from guardpaint.train.dynamics import figure
 
 Times = Mapping[str, summary.Metrics] | None
 COLOURS = {"undefended": "#999999", "paper": "#ccbb44", "ours": "#228833"}
-SIZE = re.compile(r"(ours|ours_ladder_off):candidates=(\d+),audits=(\d+)$")
+SIZE = re.compile(r"(ours|ours_ladder_off):candidates=(\d+),audits=(\d+)(,final_repair=off)?$")
 RULE = re.compile(r"ours:reinsertion=(\w+)")
 PANELS = (("asr", "attack success"), ("agreement_all", "agreement"), ("seconds", "seconds"))
 SIDE = 130
@@ -125,19 +125,21 @@ def front_plot(rows: summary.Rows, times: Times = None) -> Any:
 
 def audited(rows: summary.Rows, x: int) -> str:
     """X as a label, with the audits that were made where steps or the start of audits allow fewer."""
-    made = [int(r.detail["audits"]) for r in rows if r.defence.endswith(f",audits={x}") and r.detail.get("audits")]
+    made = [int(r.detail["audits"]) for r in rows if f",audits={x}" in r.defence and r.detail.get("audits")]
     return f"{x} ({max(made)})" if made and max(made) < x else str(x)
 
 
-def size_panels(rows: summary.Rows, defence: str = "ours") -> Any | None:
+def size_panels(rows: summary.Rows, whole: bool = True) -> Any | None:
     """Heat maps of attack success, agreement and time over candidates N and audits X, per base; None without rows.
 
-    `ours_ladder_off` shows what repairs within the trajectory do alone. Agreement is left out if it is not judged.
+    Without `whole` they show what repairs within the trajectory do alone: the finished picture is not repaired.
+    Agreement is left out if it is not judged.
     """
-    tried = [r for r in summary.harmful(rows) if (m := SIZE.match(r.defence)) and m[1] == defence]
+    tried = [r for r in summary.harmful(rows) if (m := SIZE.match(r.defence)) and (m[4] is None) == whole]
     if not tried:
         return None
     bases = list(dict.fromkeys(r.base for r in tried))
+    name_of = {(int(m[2]), int(m[3])): m[0] for r in tried if (m := SIZE.match(r.defence))}
     sizes = [(int(m[2]), int(m[3])) for r in tried if (m := SIZE.match(r.defence))]
     ns, xs = sorted({n for n, _ in sizes}), sorted({x for _, x in sizes})
     shown = [p for p in PANELS if p[0] != "agreement_all" or any(r.verdict.right for r in tried)]
@@ -147,7 +149,7 @@ def size_panels(rows: summary.Rows, defence: str = "ours") -> Any | None:
         own = [r for r in tried if r.base == base]
         metrics = summary.defences(own)
         for axis, (name, title) in zip(line, shown, strict=True):
-            cells = [[metrics.get(f"{defence}:candidates={n},audits={x}.{name}") for x in xs] for n in ns]
+            cells = [[metrics.get(f"{name_of.get((n, x))}.{name}") for x in xs] for n in ns]
             grid = [[c["value"] if c else None for c in row] for row in cells]
             known = [v for row in grid for v in row if v is not None]
             span = (0.0, 1.0) if name != "seconds" else (0.0, max(known, default=1.0))

@@ -101,14 +101,14 @@ def run(options: FigureOptions) -> Iterator[str]:
 
 
 def plots(rows: summary.Rows, options: FigureOptions) -> Iterator[Path]:
-    """The heat map of changes, and panels of candidates and audits: with and without the ladder's last repair."""
+    """The heat map of changes, and panels of candidates and audits: the whole guard, and the trajectory alone."""
     grid, suites, bases = changes(rows, options.defence)
     found: dict[str, Any] = {}
     if any(v is not None for line in grid for v in line):
         found["change"] = figures.change_map(grid, suites, bases, f"change of attack success with {options.defence}")
-    for name in ("ours", "ours_ladder_off"):
-        if (panels := figures.size_panels(rows, name)) is not None:
-            found[f"size-{name}"] = panels
+    for name, whole in (("size", True), ("size-trajectory", False)):
+        if (panels := figures.size_panels(rows, whole)) is not None:
+            found[name] = panels
     for name, plot in found.items():
         path = options.out / f"{name}.png"
         plot.savefig(path, dpi=110)

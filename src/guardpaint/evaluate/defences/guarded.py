@@ -36,6 +36,7 @@ PAPER: dict[str, Any] = {
     "keep": 0,
     "doubt": 1.0,
     "last_f_gate": "same",
+    "final_repair": "on",
 }
 """The settings of the published method. All are listed, so that new defaults of ours change none of them."""
 PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}

@@ -41,8 +41,8 @@ WITH_PART = ("stock_checker", "post_hoc_inpaint")
 """Defences that take a part by its folder, as in `post_hoc_inpaint@FOLDER`; the defence keeps its short name."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "size": tuple(f"ours:candidates={n},audits={x}" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)),
-    "size_ladder_off": tuple(
-        f"ours_ladder_off:candidates={n},audits={x}" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)
+    "size_trajectory": tuple(  # without repairs of the finished picture
+        f"ours_ladder_off:candidates={n},audits={x},final_repair=off" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)
     ),
     "view": ("ours", "ours:view=stepped"),
     "gates": ("ours", "ours:f_gate=off", "ours:p_gate=off", "ours:f_gate=relative", "ours:f_gate=absolute"),

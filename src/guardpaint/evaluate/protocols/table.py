@@ -144,7 +144,7 @@ def cell_of(attack: str, base: str, defence: str, rows: Sequence[EvaluationRow])
     if not pairs:
         return None
     before, after = (np.array(successes([pair[i] for pair in pairs]), float) for i in (0, 1))
-    n, (low, high) = len(pairs), bootstrap(after - before)
+    n, (low, high) = len(pairs), bootstrap((after - before).tolist())
     ends = [*wilson(before.sum(), n), *wilson(after.sum(), n)]
     change = float((after - before).mean())
     return Cell(
