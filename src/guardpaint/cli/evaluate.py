@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from guardpaint.cli.common import SeamOption, opens_bases, warn
+from guardpaint.cli import protocols
+from guardpaint.cli.common import CallOption, MapOption, SeamOption, TestbedOption, opens_bases, warn
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -17,9 +18,6 @@ app = typer.Typer(
     help="Measure components and defences. Results are written with their raw rows.", no_args_is_help=True
 )
 err = Console(stderr=True)
-TestbedOption = Annotated[
-    str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
-]
 
 
 def clean_target(path: Path) -> Path:
@@ -56,14 +54,6 @@ ColumnOption = Annotated[
 HarmfulOption = Annotated[
     bool | None,
     typer.Option("--harmful/--benign", help="What the prompts are, where the file does not say it; default: as known."),
-]
-CallOption = Annotated[
-    list[str] | None,
-    typer.Option("--call", help="Settings of one base, as in flux:steps=28,guidance=3.5; repeat."),
-]
-MapOption = Annotated[
-    list[str] | None,
-    typer.Option("--map", help="PUBLISHED=POLICY: category of the policy for a published one; repeat."),
 ]
 
 
@@ -286,82 +276,8 @@ def eval_run(
         typer.echo(line)
 
 
-@app.command("protocol")
-@opens_bases
-def eval_protocol(
-    name: Annotated[str, typer.Argument(help="jailbreakdiffbench, or a protocol's YAML file.")],
-    data: Annotated[Path, typer.Option(help="Folder of the published prompt files.")],
-    base: Annotated[list[str], typer.Option(help="NAME=PATH or NAME=hub:OWNER/NAME; repeat.")],
-    guard: Annotated[str | None, typer.Option(help="Guard checkpoint; default, for dolls only: the embedded.")] = None,
-    judge: Annotated[
-        list[str] | None, typer.Option(help="As for `eval run`; repeat. A real base needs at least one.")
-    ] = None,
-    defence: Annotated[
-        list[str] | None, typer.Option("--defence", "--defense", help="Repeat. Default: the protocol's.")
-    ] = None,
-    inpainter: Annotated[
-        str | None, typer.Option(help="Inpainting pipeline; adds the baseline post_hoc_inpaint with it.")
-    ] = None,
-    n: Annotated[int | None, typer.Option("--n", min=1, help="Prompts sampled of each file; default: all.")] = None,
-    sample_seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
-    file: Annotated[
-        list[str] | None, typer.Option(help="ATTACK=PATTERN of files whose name does not say what they are; repeat.")
-    ] = None,
-    mapping: MapOption = None,
-    call: CallOption = None,
-    metric: Annotated[list[str] | None, typer.Option(help="As for `eval run`; repeat.")] = None,
-    pictures: Annotated[int | None, typer.Option(min=0, help="Pictures kept per suite, base and defence.")] = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to resume.")] = Path("runs/protocol"),
-    plan: Annotated[bool, typer.Option("--plan", help="Print what would be drawn and stop.")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
-    ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
-    testbed: TestbedOption = None,
-    *,
-    options: BaseOptions,
-) -> None:
-    """Run a published protocol: its prompt files through its defences on your bases, and its table of attack success.
-
-    Steps and guidance are the protocol's unless --steps, --guidance or --call names others.
-    """
-    from guardpaint.evaluate.prompt_suites import PromptFiles
-    from guardpaint.evaluate.protocols import command
-
-    asked = command.ProtocolOptions(
-        name, data, base, out_dir, guard, judge or [], defence or [], inpainter, n,
-        PromptFiles(seed=sample_seed, mapping=mapping or []), file or [], call or [], options, metric or [], pictures,
-        processes, ray, testbed,
-    )  # fmt: skip
-    for line in command.run(asked, plan):
-        typer.echo(line)
-
-
-@app.command("figures")
-@opens_bases
-def eval_figures(
-    run: Annotated[Path, typer.Argument(help="Run directory of `eval run` or `eval protocol`.")],
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder; default: figures in the run.")] = None,
-    defence: Annotated[str, typer.Option("--defence", "--defense", help="Defence that is shown.")] = "ours",
-    tournaments: Annotated[
-        int, typer.Option(min=0, help="Repaired prompts per base whose tournaments are drawn once more.")
-    ] = 0,
-    base: Annotated[list[str] | None, typer.Option(help="NAME=PATH, for --tournaments; repeat.")] = None,
-    guard: Annotated[str | None, typer.Option(help="Guard, for --tournaments; default: the embedded one.")] = None,
-    call: CallOption = None,
-    settings: Annotated[str | None, typer.Option(help="As for `eval run`, for --tournaments.")] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Show tournaments without blur.")] = False,
-    *,
-    options: BaseOptions,
-) -> None:
-    """Draw the paper's figures and the reinsertion table from a run, as far as it has rows for them."""
-    from guardpaint.evaluate import paper_figures
-    from guardpaint.evaluate.evaluated_base import with_settings
-
-    asked = paper_figures.FigureOptions(
-        run, out_dir or run / "figures", defence, tournaments, base or [], guard, with_settings(options, settings),
-        call or [], clear,
-    )  # fmt: skip
-    for line in paper_figures.run(asked):
-        typer.echo(line)
+app.command("protocol")(protocols.eval_protocol)
+app.command("figures")(protocols.eval_figures)
 
 
 @app.command("report")
