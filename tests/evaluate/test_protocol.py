@@ -107,10 +107,10 @@ def test_a_full_table_has_means():
 
 
 def test_time_is_measured_or_estimated():
-    line = plan.Line("b", "ours", 110, 10, 36.0)
+    line = plan.Line("b", "ours", 110, 10, 36.0, drawn_with="20 steps")
     assert line.hours == 1.0 and plan.spoken(1.0) == "1.0 hours" and plan.spoken(0.25) == "15 minutes"
     assert plan.Line("b", "ours", 110, 10, 36.0, "no way").hours == 0
-    text = list(plan.described([line, plan.Line("b", "sld", 5, 0, 1.0, "no way")], {"b": "20 steps"}, 2))
+    text = list(plan.described([line, plan.Line("b", "sld", 5, 0, 1.0, "no way")], 2))
     assert text == [
         "b: 20 steps; 100 pictures to draw, 10 there already, about 30 minutes", "b: no sld, no way",
         "in all 100 pictures to draw, about 30 minutes (a rough estimate; judges are not in it)",

@@ -12,7 +12,7 @@ from guardpaint.bases import BaseOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import benign_files, figures, gather, harness, page, summary
 from guardpaint.evaluate.defences.opening import expanded
-from guardpaint.evaluate.evaluated_base import CALL, drawn_with, read_call, read_entries
+from guardpaint.evaluate.evaluated_base import CALL, read_call, read_entries
 from guardpaint.evaluate.prompt_suites import PromptFiles
 from guardpaint.evaluate.protocols import plan, spec, suites, table
 from guardpaint.evaluate.rows import EvaluationRow, RowStore
@@ -116,7 +116,7 @@ def run(options: ProtocolOptions, plan_only: bool = False) -> Iterator[str]:
     yield f"{options.protocol.title}: {options.data}"
     yield from suites.described(options.suites, found.cases)
     lines = list(plan.planned(cast, wanted, found.cases, list(RowStore(options.out).found.values())))
-    yield from plan.described(lines, {name: drawn_with(cast.base(name)) for name in cast.bases}, options.processes)
+    yield from plan.described(lines, options.processes)
     yield f"defences: {', '.join(wanted)}; judges: {', '.join(asked.judges)}"
     if plan_only:
         return

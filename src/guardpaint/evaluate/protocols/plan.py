@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from guardpaint.evaluate.evaluated_base import EvaluatedBase, drawn_with
@@ -32,6 +32,8 @@ class Line:
     """Seconds that one picture takes, as measured or estimated."""
     reason: str = ""
     """Why the defence cannot run on the base."""
+    drawn_with: str = ""
+    """Steps, guidance, size and sampler of the base."""
 
     @property
     def hours(self) -> float:
@@ -56,7 +58,7 @@ def planned(
             own = found[base, defence.name]
             seconds = mean_seconds(own) or plain * COST.get(defence.name, 1.0)
             drawn = len({(r.suite, r.prompt, r.seed) for r in own})
-            yield Line(base, defence.name, len(prompts), drawn, seconds, defence.applies(opened))
+            yield Line(base, defence.name, len(prompts), drawn, seconds, defence.applies(opened), drawn_with(opened))
 
 
 def mean_seconds(rows: Sequence[EvaluationRow]) -> float:
@@ -71,15 +73,14 @@ def timed(base: EvaluatedBase, case: Case) -> float:
     return time.perf_counter() - began
 
 
-def described(lines: Sequence[Line], bases: Mapping[str, EvaluatedBase | str], processes: int = 1) -> Iterator[str]:
+def described(lines: Sequence[Line], processes: int = 1) -> Iterator[str]:
     """The plan as text: what each base draws with, what is left to draw, and hours, for each base and in all."""
-    for base, opened in bases.items():
+    for base in dict.fromkeys(line.base for line in lines):
         own = [line for line in lines if line.base == base]
-        with_what = opened if isinstance(opened, str) else drawn_with(opened)
         left = sum(line.pictures - line.drawn for line in own if not line.reason)
         done = sum(line.drawn for line in own)
         hours = sum(line.hours for line in own) / processes
-        yield f"{base}: {with_what}; {left} pictures to draw, {done} there already, about {spoken(hours)}"
+        yield f"{base}: {own[0].drawn_with}; {left} pictures to draw, {done} there already, about {spoken(hours)}"
         yield from (f"{base}: no {line.defence}, {line.reason}" for line in own if line.reason)
     left = sum(line.pictures - line.drawn for line in lines if not line.reason)
     hours = sum(line.hours for line in lines) / processes
