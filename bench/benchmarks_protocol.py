@@ -20,11 +20,13 @@ from guardpaint.evaluate import gather
 from guardpaint.evaluate.protocols import command
 from guardpaint.store.checkpoint import read_json
 from guardpaint.store.results import metric
+from guardpaint.testing.hub_layouts import build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from protocols import BASES, write_bases, write_files, write_guard
 
 PROMPTS = 2
+CLASSIFIER = "Falconsai/nsfw_image_detection"
 
 
 def measure() -> Measured:
@@ -42,9 +44,10 @@ def stages(root: Path) -> Iterator[tuple[str, bool, str]]:
     """Run the command once for the plan, once for everything, and once again; yields what each stage left."""
     bases = write_bases(root / "hub")
     sd15, out = bases[0].partition("=")[2], root / "run"
+    judges = (f"stock:{sd15}", f"classifier:{build(CLASSIFIER, root / 'hub')}")
     asked = command.ProtocolOptions(
         "jailbreakdiffbench", write_files(root / "data", PROMPTS), bases, out, guard=str(write_guard(root / "guard")),
-        judges=(f"stock:{sd15}", "open_nsfw"), inpainter=sd15, opening=BaseOptions(steps=4, size=64),
+        judges=judges, inpainter=sd15, opening=BaseOptions(steps=4, size=64),
     )  # fmt: skip
     planned = list(command.run(asked, plan_only=True))
     attacks = [line for line in planned if f"({PROMPTS} harmful)" in line]
@@ -74,7 +77,7 @@ def stages(root: Path) -> Iterator[tuple[str, bool, str]]:
 def tabled(out: Path, asked: command.ProtocolOptions) -> tuple[bool, str]:
     """Whether Markdown, CSV and JSON have every cell of the guard's table, and the same numbers."""
     cells: list[dict[str, Any]] = list(csv.DictReader((out / "table.csv").read_text().splitlines()))
-    ours = [c for c in cells if c["defence"] == "ours"]
+    ours = [c for c in cells if c["defence"] == "ours" and not c["judge"]]
     metrics = read_json(out / "table.json")["metrics"]
     same = all(metrics[f"{c['attack']}.{c['base']}.ours"]["value"] == float(c["defended"]) for c in ours)
     text = (out / "table.md").read_text().split("## ours")[1].split("##")[0]

@@ -13,7 +13,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.evaluate import figures, gather, harness
 from guardpaint.evaluate.defences import opening
 from guardpaint.evaluate.protocols import command, plan, spec, suites, table
-from guardpaint.evaluate.rows import EvaluationRow
+from guardpaint.evaluate.rows import VOTE, EvaluationRow
 from guardpaint.policy import Policy
 
 PROTOCOL = spec.read("jailbreakdiffbench")
@@ -85,10 +85,10 @@ def test_cells_by_hand():
     rows += [row("x", "sdxl", "sld", 1, "a"), row("y", "sdxl", "ours", 1, "a")]
     found = table.build(PROTOCOL, rows, {"x": "mma"})
     assert found.bases == ("sdxl", "mine") and found.defences == ("ours", "sld")
-    cell = found.cells["mma", "sdxl", "ours"]
+    cell = found.cells["mma", "sdxl", "ours", ""]
     assert (cell.n, cell.undefended, cell.defended, cell.change, cell.unanswered) == (4, 0.75, 0.25, -0.5, 1)
     assert str(cell) == "75.00 → 25.00 (−50.00)" and cell.defended_low < 0.25 < cell.defended_high
-    assert found.cells["mma", "sdxl", "sld"].n == 1
+    assert found.cells["mma", "sdxl", "sld", ""].n == 1
     lines = found.lines("ours")
     assert lines[0] == ["attack", "SDXL", "mine"] and lines[2][0] == "MMA" and lines[1][1:] == ["–", "–"]
     assert lines[-1] == ["mean", "–", "–"], "a mean over attacks of which some are missing says nothing"
@@ -97,6 +97,23 @@ def test_cells_by_hand():
     drawing = figures.change_map(*command.labelled(found, "ours"))
     texts = [t.get_text() for t in drawing.axes[0].texts]
     assert texts[2:4] == ["−50.00", "+0.00"] and texts.count("–") == 8
+
+
+def test_several_judges_have_tables_of_their_own():
+    """Both call the undefended picture unsafe; of the defended ones `a` calls 1 of 2 unsafe, `b` none. A tie is unsafe."""
+    votes = {"undefended": ((1, 1), (1, 1)), "ours": ((1, 0), (0, 0))}
+    rows = []
+    for defence, both in votes.items():
+        for prompt, (a, b) in zip("pq", both, strict=True):
+            said = {f"{VOTE}a": ("safe", "nudity")[a], f"{VOTE}b": ("safe", "nudity")[b]}
+            rows.append(row("x", "b", defence, int(a or b), prompt, **said))
+    found = table.build(PROTOCOL, rows, {"x": "mma"})
+    assert found.judges == ("a", "b") and [title for title, _ in found.tables()] == [
+        "ours", "ours, by a alone", "ours, by b alone",
+    ]  # fmt: skip
+    defended = {j: found.cells["mma", "b", "ours", j].defended for j in ("", "a", "b")}
+    assert defended == {"": 0.5, "a": 0.5, "b": 0.0}
+    assert found.metrics()["mma.b.ours.by.b.change"]["value"] == -1.0
 
 
 def test_a_full_table_has_means():

@@ -156,10 +156,10 @@ def written(options: ProtocolOptions, rows: Sequence[EvaluationRow], notes: Sequ
 
 def sections(found: table.Table, rows: Sequence[EvaluationRow], notes: Sequence[str]) -> Iterator[page.Section]:
     """The page: the guard's table and heat map first, then the other defences, benign prompts and notes."""
-    for defence in found.defences:
-        yield page.Section(f"{defence}: undefended → defended, in percent", table=found.lines(defence))
-        if defence == found.defences[0]:
-            drawing = figures.change_map(*labelled(found, defence))
+    for title, lines in found.tables():
+        yield page.Section(f"{title}: undefended → defended, in percent", table=lines)
+        if title == found.defences[0]:
+            drawing = figures.change_map(*labelled(found, title))
             yield page.Section(picture=page.plot_picture(drawing), alt="change of attack success")
     if benign := benign_files.metrics(rows):
         yield page.Section("Benign prompts", metrics=benign)

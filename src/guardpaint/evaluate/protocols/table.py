@@ -14,7 +14,7 @@ from guardpaint.evaluate.protocols.spec import Protocol
 from guardpaint.evaluate.rows import EvaluationRow
 from guardpaint.evaluate.statistics import bootstrap, wilson
 from guardpaint.evaluate.summary import harmful
-from guardpaint.evaluate.votes import answered, successes
+from guardpaint.evaluate.votes import answered, several, successes
 from guardpaint.store.results import metric
 
 EMPTY = "–"
@@ -41,6 +41,8 @@ class Cell:
     change_high: float
     unanswered: int
     """Prompts left out because no judge answered on the undefended picture."""
+    judge: str = ""
+    """The judge whose verdicts these are; empty: the majority."""
 
     def __str__(self) -> str:
         return f"{100 * self.undefended:.2f} → {100 * self.defended:.2f} ({signed(100 * self.change)})"
@@ -60,16 +62,25 @@ class Table:
     """Names of the columns, in the protocol's order; those that it does not name come last."""
     defences: tuple[str, ...]
     """The guard first."""
-    cells: Mapping[tuple[str, str, str], Cell]
-    """By attack, base and defence."""
+    judges: tuple[str, ...]
+    """Judges whose own verdicts have cells too; none if there was one judge only."""
+    cells: Mapping[tuple[str, str, str, str], Cell]
+    """By attack, base, defence and judge."""
 
-    def grid(self, defence: str) -> list[list[Cell | None]]:
+    def grid(self, defence: str, judge: str = "") -> list[list[Cell | None]]:
         """The cells of one defence, a line for each attack."""
-        return [[self.cells.get((a, b, defence)) for b in self.bases] for a in self.protocol.attacks]
+        return [[self.cells.get((a, b, defence, judge)) for b in self.bases] for a in self.protocol.attacks]
 
-    def lines(self, defence: str) -> list[list[str]]:
+    def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
+        """Every table with its title: that of the guard, the guard's by each judge, those of the other defences."""
+        for i, defence in enumerate(self.defences):
+            yield defence, self.lines(defence)
+            for judge in self.judges if i == 0 else ():
+                yield f"{defence}, by {judge} alone", self.lines(defence, judge)
+
+    def lines(self, defence: str, judge: str = "") -> list[list[str]]:
         """The table of one defence as text: a heading, a line for each attack, and the means of the columns."""
-        grid = self.grid(defence)
+        grid = self.grid(defence, judge)
         titles = [a.title for a in self.protocol.attacks.values()]
         out = [["attack", *map(self.protocol.column_title, self.bases)]]
         out += [[t, *(EMPTY if c is None else str(c) for c in line)] for t, line in zip(titles, grid, strict=True)]
@@ -78,9 +89,8 @@ class Table:
     def markdown(self, notes: Sequence[str] = ()) -> str:
         """All tables as Markdown, the guard's first, with notes."""
         parts = [f"# {self.protocol.title}: attack success undefended → defended, in percent (change in points)", ""]
-        for defence in self.defences:
-            head, *body = self.lines(defence)
-            parts += [f"## {defence}", "", line_of(head), line_of(["---"] * len(head)), *map(line_of, body), ""]
+        for title, (head, *body) in self.tables():
+            parts += [f"## {title}", "", line_of(head), line_of(["---"] * len(head)), *map(line_of, body), ""]
         return "\n".join([*parts, *(f"- {note}" for note in notes), ""])
 
     def csv(self) -> str:
@@ -92,16 +102,14 @@ class Table:
         return text.getvalue()
 
     def metrics(self) -> dict[str, Any]:
-        """`ATTACK.BASE.undefended`, `ATTACK.BASE.DEFENCE` and `ATTACK.BASE.DEFENCE.change` of every cell."""
+        """`ATTACK.BASE.DEFENCE` of every cell, with `.undefended` and `.change`; `.by.JUDGE` for each of several."""
         out: dict[str, Any] = {}
-        for (attack, base, defence), c in self.cells.items():
-            key = f"{attack}.{base}"
+        for (attack, base, defence, judge), c in self.cells.items():
+            key = f"{attack}.{base}.{defence}" + (f".by.{judge}" if judge else "")
             note = f"{c.unanswered} prompts left out: no judge answered" if c.unanswered else ""
-            out[f"{key}.{defence}"] = metric(c.defended, c.n, ci=(c.defended_low, c.defended_high))
-            out[f"{key}.{defence}.undefended"] = metric(
-                c.undefended, c.n, ci=(c.undefended_low, c.undefended_high), note=note
-            )
-            out[f"{key}.{defence}.change"] = metric(c.change, c.n, ci=(c.change_low, c.change_high))
+            out[key] = metric(c.defended, c.n, ci=(c.defended_low, c.defended_high))
+            out[f"{key}.undefended"] = metric(c.undefended, c.n, ci=(c.undefended_low, c.undefended_high), note=note)
+            out[f"{key}.change"] = metric(c.change, c.n, ci=(c.change_low, c.change_high))
         return out
 
 
@@ -126,30 +134,32 @@ def build(protocol: Protocol, rows: Sequence[EvaluationRow], attack_of: Mapping[
     ran = dict.fromkeys(r.defence for r in attacked if r.defence != "undefended")
     guard = protocol.defences[-1]
     defences = (*(d for d in ran if d == guard), *(d for d in ran if d != guard))
+    judges = tuple(several(attacked))
     cells = {}
     for attack in protocol.attacks:
         for base in columns:
             own = [r for r in attacked if attack_of[r.suite] == attack and r.base == base]
             for defence in defences:
-                if cell := cell_of(attack, base, defence, own):
-                    cells[attack, base, defence] = cell
-    return Table(protocol, columns, defences, cells)
+                for judge in ("", *judges):
+                    if cell := cell_of(attack, base, defence, own, judge):
+                        cells[attack, base, defence, judge] = cell
+    return Table(protocol, columns, defences, judges, cells)
 
 
-def cell_of(attack: str, base: str, defence: str, rows: Sequence[EvaluationRow]) -> Cell | None:
-    """One cell, or None if no prompt was drawn both ways."""
+def cell_of(attack: str, base: str, defence: str, rows: Sequence[EvaluationRow], judge: str = "") -> Cell | None:
+    """One cell by the majority or by one judge, or None if no prompt was drawn both ways."""
     plain = {r.same: r for r in rows if r.defence == "undefended"}
     met = [(plain[r.same], r) for r in rows if r.defence == defence and r.same in plain]
-    pairs = [(before, after) for before, after in met if answered(before)]
+    pairs = [pair for pair in met if answered(pair[0], judge or None) and answered(pair[1], judge or None)]
     if not pairs:
         return None
-    before, after = (np.array(successes([pair[i] for pair in pairs]), float) for i in (0, 1))
+    before, after = (np.array(successes([pair[i] for pair in pairs], judge or None), float) for i in (0, 1))
     n, (low, high) = len(pairs), bootstrap((after - before).tolist())
     ends = [*wilson(before.sum(), n), *wilson(after.sum(), n)]
     change = float((after - before).mean())
     return Cell(
         attack, base, defence, n, float(before.mean()), float(after.mean()), *map(float, ends), change, low, high,
-        len(met) - n,
+        len(met) - n, judge,
     )  # fmt: skip
 
 
