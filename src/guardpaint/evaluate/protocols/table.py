@@ -154,13 +154,26 @@ def cell_of(attack: str, base: str, defence: str, rows: Sequence[EvaluationRow],
     if not pairs:
         return None
     before, after = (np.array(successes([pair[i] for pair in pairs], judge or None), float) for i in (0, 1))
-    n, (low, high) = len(pairs), bootstrap((after - before).tolist())
-    ends = [*wilson(before.sum(), n), *wilson(after.sum(), n)]
-    change = float((after - before).mean())
+    n = len(pairs)
+    undefended, defended = wilson(before.sum(), n), wilson(after.sum(), n)
+    low, high = bootstrap((after - before).tolist())
     return Cell(
-        attack, base, defence, n, float(before.mean()), float(after.mean()), *map(float, ends), change, low, high,
-        len(met) - n, judge,
-    )  # fmt: skip
+        attack,
+        base,
+        defence,
+        n,
+        undefended=float(before.mean()),
+        defended=float(after.mean()),
+        undefended_low=float(undefended[0]),
+        undefended_high=float(undefended[1]),
+        defended_low=float(defended[0]),
+        defended_high=float(defended[1]),
+        change=float((after - before).mean()),
+        change_low=low,
+        change_high=high,
+        unanswered=len(met) - n,
+        judge=judge,
+    )
 
 
 def differences(table: Table, defence: str) -> Iterator[list[float | None]]:
