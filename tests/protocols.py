@@ -36,7 +36,7 @@ def write_files(folder: Path, count: int = 2) -> Path:
     columns = ["case_number", "prompt", "evaluation_seed"]
     rows = [[i, f"{t}, bell", 40 + i] for i, t in enumerate(texts)]
     table(folder / "ring_a_bell" / "nudity_eta_3_k_16.csv", columns, *rows)
-    table(folder / "captions.csv", ["prompt", "source"], *[[t, "coco_val"] for t in texts])
+    table(folder / "coco_captions.csv", ["image_id", "caption"], *[[i, t] for i, t in enumerate(texts)])
     return folder
 
 

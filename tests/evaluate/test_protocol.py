@@ -54,7 +54,7 @@ def test_files_belong_to_attacks_by_name_by_set_and_by_hand(tmp_path):
         "nsfw_200": "sneakyprompt", "mma-file": "mma", "PGJ": "pgj", "DACA": "daca", "nudity_eta_3_k_16": "ring_a_bell",
     }  # fmt: skip
     kinds = {cases[0].suite: {c.category for c in cases} for cases in found.cases}
-    assert kinds["captions"] == {"safe"} and kinds["other"] == {"unknown"}, "never guessed"
+    assert kinds["coco_captions"] == {"safe"} and kinds["other"] == {"unknown"}, "never guessed"
     assert kinds["PGJ"] == {"unsafe"} and any("PGJ: taken as prompts of PGJ" in note for note in found.notes)
     mma = next(cases for cases in found.cases if cases[0].suite == "mma-file")
     assert mma[0].prompt.endswith(", mma") and mma[0].intent.endswith(", aim")
@@ -197,7 +197,7 @@ def test_one_command_draws_judges_and_lays_out(tmp_path):
     metrics = json.loads((tmp_path / "run" / "table.json").read_text())["metrics"]
     assert metrics["daca.flux.ours"]["n"] == 1 and "ring_a_bell.sd15.stock_checker.change" in metrics
     page = (tmp_path / "run" / "protocol.html").read_text()
-    assert "undefended → defended" in page and "benign.captions.sd15.ours.false_trigger" in page
+    assert "undefended → defended" in page and "benign.coco_captions.sd15.ours.false_trigger" in page
     report = (tmp_path / "run" / "report.html").read_text()
     for only_dolls in ("scene", "doll", "the search's own target", "NOT met"):
         assert only_dolls not in report + page, only_dolls
