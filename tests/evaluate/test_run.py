@@ -293,7 +293,7 @@ def test_figures_show_what_was_run_and_nothing_else(tmp_path):
     assert figures.size_panels(rows) is figures.variants_plot(rows) is figures.reinsertion_sheet(rows, tmp_path) is None
     rows += [row(f"ours:candidates={n},audits={x}", int(n == 1), "repaired") for n in (1, 3) for x in (2, 4)]
     axes = figures.size_panels(rows).axes
-    assert len(axes) == 3 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
+    assert len(axes) == 2 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
     rows += [row(f"ours:reinsertion={rule},audits=8", 0, image="2.png") for rule in ("direct_blend", "flow_ode")]
     rows += [row("ours:view=stepped", 0), row("ours", 0, id="2")]
     drawn = figures.variants_plot(rows).axes
