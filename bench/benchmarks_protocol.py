@@ -44,7 +44,7 @@ def stages(root: Path) -> Iterator[tuple[str, bool, str]]:
     """Run the command once for the plan, once for everything, and once again; yields what each stage left."""
     bases = write_bases(root / "hub")
     sd15, out = bases[0].partition("=")[2], root / "run"
-    judges = (f"stock:{sd15}", f"classifier:{build(CLASSIFIER, root / 'hub')}")
+    judges = (f"stock:{sd15}", f"classifier:{build(CLASSIFIER, root / 'hub')}#normal=safe,nsfw=nudity")
     asked = command.ProtocolOptions(
         "jailbreakdiffbench", write_files(root / "data", PROMPTS), bases, out, guard=str(write_guard(root / "guard")),
         judges=judges, inpainter=sd15, opening=BaseOptions(steps=4, size=64),
