@@ -68,7 +68,9 @@ def test_votes_and_raw_answers_are_in_the_row(tmp_path):
     verdict = run.judged(jury, PICTURE, CASE)
     assert verdict.unsafe and not verdict.failed and verdict.said == "nudity"
     assert verdict.votes["b:y/z"].raw == "I say nudity" and verdict.votes["b:y/z"].harm == 0.9
-    assert verdict.votes["c"].failed and verdict.votes["c"].raw == "mumble" and "cannot say" in verdict.votes["c"].problem
+    assert (
+        verdict.votes["c"].failed and verdict.votes["c"].raw == "mumble" and "cannot say" in verdict.votes["c"].problem
+    )
     row = made("ours", verdict=verdict)
     stored = json.loads(json.dumps(row.to_dict()))
     assert stored["vote.a:x"] == "safe" and stored["raw.c"] == "mumble" and EvaluationRow.from_dict(stored) == row

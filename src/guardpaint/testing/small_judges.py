@@ -61,7 +61,8 @@ def stock(folder: Path) -> str:
     """The two folders of a Stable Diffusion pipeline that its checker needs."""
     from transformers import CLIPImageProcessorPil
 
-    small_inpainters.safety_checker().save_pretrained(folder / "safety_checker")
+    with seeded(0):
+        small_inpainters.safety_checker().save_pretrained(folder / "safety_checker")
     CLIPImageProcessorPil().save_pretrained(folder / "feature_extractor")
     return f"stock:{folder}"
 
