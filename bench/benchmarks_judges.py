@@ -21,7 +21,7 @@ from guardpaint.store.results import metric
 from guardpaint.testing import small_judges
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from endpoints import Endpoint, moderation  # noqa: E402
+from endpoints import Endpoint, moderation
 
 SCORES = '{"safe": 0.9, "nudity": 0.1, "violence": 0.0}'
 PICTURE = Image.new("RGB", (64, 64), "steelblue")
