@@ -18,6 +18,9 @@ def weights(tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = Inception()
+        for module in net.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(module.weight)
     path = tmp_path_factory.mktemp("inception") / "weights.pth"
     torch.save(net.state_dict(), path)
     return path
