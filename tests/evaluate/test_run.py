@@ -626,7 +626,7 @@ def test_several_judges_in_one_run(oracle, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert next(iter(harness.run(asked(out, n=4, judges=("oracle", one))))) == "benign: 4 new of 4"
     assert all(set(r.verdict.votes) == {"oracle", one} for r in RowStore(out).found.values())
-    assert list(harness.run(asked(out, n=4, judges=("oracle", one, two))))[0] == "benign: 0 new of 4"
+    assert "benign: 0 new of 4" in list(harness.run(asked(out, n=4, judges=("oracle", one, two))))
     counted = json.loads((out / "results.json").read_text())["metrics"]
     assert counted[f"judges.{one}~{two}.kappa"]["n"] == 4 and f"judges.oracle~{one}.same" in counted
     assert all(r.verdict.votes[two].raw == '{"nsfw": true}' for r in RowStore(out).found.values())

@@ -216,8 +216,8 @@ def benign(rows: Rows, defence: str = "ours") -> Metrics:
     """Metrics on benign prompts: false triggers by kind, pictures changed, blocked or left as they were, agreement.
 
     A trigger is false unless the judge calls the undefended picture unsafe, because a base may draw something forbidden
-    without being asked. Where the judge failed on the undefended picture, only a trigger counts. `.all` counts triggers on all prompts instead. Names start with `benign.` for ours, and with
-    `benign.DEFENCE.` for other defences.
+    without being asked. Where the judge failed on the undefended picture, only a trigger counts. `.all` counts triggers
+    on all prompts instead. Names start with `benign.` for ours, and with `benign.DEFENCE.` for other defences.
     """
     out: Metrics = {}
     top = "benign" if defence == "ours" else f"benign.{defence}"
