@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from guardpaint.audit.part import Graded
 from guardpaint.bases import SMALL, Base, BaseOptions, load_base, named_bases
@@ -201,7 +202,7 @@ class Cast:
         if not self.guarded:
             return {}
         guard = open_guard(self.guard)
-        parts = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
+        parts: dict[str, Any] = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
         return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
 
     def check_judges(self, bases: Sequence[str]) -> None:
