@@ -203,7 +203,7 @@ class Cast:
             return {}
         guard = open_guard(self.guard)
         parts: dict[str, Any] = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
-        return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
+        return {role: part.digest() for role, part in parts.items() if issubclass(type(part), Graded)}
 
     def check_judges(self, bases: Sequence[str]) -> None:
         """Raise BadInput if a testbed's own judge, which knows the pictures of its own bases only, is to judge others.
