@@ -20,6 +20,7 @@ from guardpaint.store.results import require_clean
 PARTS: dict[str, str] = {
     "layouts": "benchmarks_layouts:measure",
     "protocol": "benchmarks_protocol:measure",
+    "judges": "benchmarks_judges:measure",
 }
 """Each part's function, as MODULE:FUNCTION; a module is imported only if its part runs."""
 

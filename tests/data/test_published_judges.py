@@ -26,7 +26,7 @@ from guardpaint.testing import small_inpainters, small_judges
 from guardpaint.testing.photographs import photograph
 
 POLICY = Policy.default()
-PICTURE = Image.new("RGB", (48, 40), "steelblue")
+PICTURE = Image.new("RGB", (64, 64), "steelblue")
 CHATS = ("vlm", "vlm_qwen25", "vlm_qwen3", "llavaguard")
 
 
@@ -105,7 +105,9 @@ def test_any_head_makes_a_picture_unsafe(tmp_path):
     def heads(**high):
         out = {}
         for name in ("sexual", "violent", "disturbing", "hateful", "political"):
-            head = nn.Sequential(nn.Linear(encoder.width, 4), nn.ReLU(), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 1))
+            head = nn.Sequential(
+                nn.Linear(encoder.width, 4), nn.ReLU(), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 1)
+            )
             nn.init.zeros_(head[4].weight)
             nn.init.constant_(head[4].bias, 3.0 if name in high else -3.0)
             out[name] = head.eval()

@@ -18,7 +18,7 @@ from guardpaint.evaluate.defences.undefended import Undefended
 from guardpaint.evaluate.rows import EvaluationRow, RowStore
 from guardpaint.guard import GuardPaint
 from guardpaint.testbed import References, open_testbed
-from guardpaint.testing import small
+from guardpaint.testing import small, small_judges
 from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
 from paperdolls.oracle import Oracle, OracleConfig, OracleJudge, OracleNet
 
@@ -536,10 +536,10 @@ def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
 
 
 def test_a_failed_judge_helps_nobody():
-    """Undefended, a failure is no success of the attack and no excuse for a trigger; behind a defence it is one."""
+    """Undefended, a failure is in no rate and no excuse for a trigger; behind a defence it is a success of the attack."""
     rows = [row("undefended", 1, judge_failed=1, id="1"), row("ours", 1, "clean", judge_failed=1, id="1")]
     out = summary.attack_cells(rows)
-    assert out["pgj.b.asr.undefended"]["value"] == 0.0 and out["pgj.b.asr.ours"]["value"] == 1.0
+    assert out["pgj.b.asr.undefended"]["n"] == 0 and out["pgj.b.asr.ours"]["value"] == 1.0
     more = {"suite": "benign", "kind": "ordinary"}
     rows = [row("undefended", 1, judge_failed=1, **more), row("ours", 0, "repaired", triggered=1, **more)]
     assert summary.benign(rows)["benign.false_trigger"]["value"] == 1.0
@@ -617,3 +617,26 @@ def test_the_guard_goes_where_the_base_runs(tmp_path, monkeypatch):
     few = asked(tmp_path, "ours", n=1, guard="x", opening=BaseOptions(steps=2))
     assert "benign: 1 new of 1" in list(harness.run(few))
     assert moved == ["cpu", "cpu"], "before the piece is drawn, and for each batch"
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_several_judges_in_one_run(oracle, tmp_path, monkeypatch):
+    """The oracle and a classifier vote on every picture; the second run adds a judge and draws nothing."""
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    one, two = (small_judges.build(name, tmp_path / name) for name in ("classifier", "stock"))
+    out = tmp_path / "run"
+    assert next(iter(harness.run(asked(out, n=4, judges=("oracle", one))))) == "benign: 4 new of 4"
+    assert all(set(r.verdict.votes) == {"oracle", one} for r in RowStore(out).found.values())
+    assert "benign: 0 new of 4" in list(harness.run(asked(out, n=4, judges=("oracle", one, two))))
+    counted = json.loads((out / "results.json").read_text())["metrics"]
+    assert counted[f"judges.{one}~{two}.kappa"]["n"] == 4 and f"judges.oracle~{one}.same" in counted
+    assert all(r.verdict.votes[two].raw == '{"nsfw": true}' for r in RowStore(out).found.values())
+    with pytest.raises(BadInput, match="name each judge once"):
+        list(harness.run(asked(out, n=4, judges=(one, one))))
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_base_that_is_not_the_testbeds_needs_a_judge(tmp_path):
+    real = replace(asked(tmp_path / "run", n=1), bases=[str(tmp_path)])
+    with pytest.raises(BadInput, match=r"only knows pictures of mini-sd.*--judge vlm:MODEL"):
+        list(harness.run(real))

@@ -5,6 +5,7 @@ guardpaint eval fid REFERENCE MADE --inception pt_inception-2015-12-05-6726825d.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,10 +79,6 @@ def by_size(pictures: Sequence[Image.Image]) -> list[list[Image.Image]]:
 def torchmetrics_image(module: str) -> Any:
     """A module of torchmetrics; an error says how to install it."""
     try:
-        if module == "fid":
-            from torchmetrics.image import fid as found
-        else:
-            from torchmetrics.image import kid as found
+        return importlib.import_module(f"torchmetrics.image.{module}")
     except ImportError as error:
         raise BadInput("distances between sets need torchmetrics: pip install 'guardpaint[metrics]'") from error
-    return found

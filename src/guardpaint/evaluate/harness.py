@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from guardpaint.audit.part import Graded
 from guardpaint.bases import BaseOptions
@@ -228,8 +229,8 @@ class Cast:
         if not self.guarded:
             return {}
         guard = open_guard(self.guard)
-        parts = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
-        return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
+        parts: dict[str, Any] = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
+        return {role: part.digest() for role, part in parts.items() if issubclass(type(part), Graded)}
 
     def check_judges(self) -> None:
         """Raise BadInput if a testbed's own judge, which knows the pictures of its own bases only, is to judge others.

@@ -69,7 +69,8 @@ class BlockB(nn.Module):
 class BlockC(nn.Module):
     def __init__(self, into: int, width: int) -> None:
         super().__init__()
-        row, column = {"kernel": (1, 7), "padding": (0, 3)}, {"kernel": (7, 1), "padding": (3, 0)}
+        row: dict[str, Any] = {"kernel": (1, 7), "padding": (0, 3)}
+        column: dict[str, Any] = {"kernel": (7, 1), "padding": (3, 0)}
         self.branch1x1 = Conv(into, 192, 1)
         self.branch7x7_1, self.branch7x7_2 = Conv(into, width, 1), Conv(width, width, **row)
         self.branch7x7_3 = Conv(width, 192, **column)
@@ -104,7 +105,8 @@ class BlockE(nn.Module):
     def __init__(self, into: int, last: bool) -> None:
         super().__init__()
         self.last = last
-        row, column = {"kernel": (1, 3), "padding": (0, 1)}, {"kernel": (3, 1), "padding": (1, 0)}
+        row: dict[str, Any] = {"kernel": (1, 3), "padding": (0, 1)}
+        column: dict[str, Any] = {"kernel": (3, 1), "padding": (1, 0)}
         self.branch1x1 = Conv(into, 320, 1)
         self.branch3x3_1 = Conv(into, 384, 1)
         self.branch3x3_2a, self.branch3x3_2b = Conv(384, 384, **row), Conv(384, 384, **column)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.testing import hub_layouts, small_detectors, small_inpainters, small_vlms
 from guardpaint.testing.small import seeded
 
@@ -61,9 +62,18 @@ def stock(folder: Path) -> str:
     """The two folders of a Stable Diffusion pipeline that its checker needs."""
     from transformers import CLIPImageProcessorPil
 
-    small_inpainters.safety_checker().save_pretrained(folder / "safety_checker")
+    with seeded(0):
+        small_inpainters.safety_checker().save_pretrained(folder / "safety_checker")
     CLIPImageProcessorPil().save_pretrained(folder / "feature_extractor")
     return f"stock:{folder}"
+
+
+def detector(folder: Path) -> str:
+    """Grounding DINO on pictures of 128 px: at the stand-in's own 64 px its last level is one cell, too few to norm."""
+    place = hub_layouts.build("IDEA-Research/grounding-dino-base", folder)
+    settings = place / "preprocessor_config.json"
+    write_json(settings, {**read_json(settings), "size": {"shortest_edge": 128, "longest_edge": 128}})
+    return f"detector:{place}"
 
 
 def llavaguard(folder: Path) -> str:
@@ -76,7 +86,7 @@ JUDGES: dict[str, Callable[[Path], str]] = {
     "vlm_qwen3": of_hub("vlm", "Qwen/Qwen3-VL-8B-Instruct"),
     "llavaguard": llavaguard,
     "shieldgemma": of_hub("shieldgemma", "google/shieldgemma-2-4b-it"),
-    "detector": of_hub("detector", "IDEA-Research/grounding-dino-base"),
+    "detector": detector,
     "q16": q16,
     "multiheaded": multiheaded,
     "stock": stock,

@@ -54,11 +54,11 @@ class ImageEncoder:
 
     @classmethod
     def from_pretrained(cls, path: str) -> ImageEncoder:
-        from transformers import AutoImageProcessor, CLIPVisionModelWithProjection
+        from transformers import AutoImageProcessor, CLIPModel
 
         folder = resolve(path)
         processor = open_processor(AutoImageProcessor, folder, "a CLIP image encoder")
-        return cls(open_model(CLIPVisionModelWithProjection, folder, "a CLIP image encoder"), processor)
+        return cls(open_model(CLIPModel, folder, "a CLIP image encoder"), processor)
 
     @property
     def width(self) -> int:
@@ -67,7 +67,8 @@ class ImageEncoder:
     @torch.no_grad()
     def embed(self, image: Image.Image) -> Float[Tensor, " d"]:
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"]
-        return self.model(torch.as_tensor(pixels).to(self.model.device)).image_embeds[0].float().cpu()
+        seen = self.model.vision_model(torch.as_tensor(pixels).to(self.model.device)).pooler_output
+        return self.model.visual_projection(seen)[0].float().cpu()
 
 
 class Q16Judge(Explained):

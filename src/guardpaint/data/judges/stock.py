@@ -14,6 +14,7 @@ from PIL import Image
 
 from guardpaint.audit.checkpoints import open_model, open_processor
 from guardpaint.data.judges.opinion import Explained, Opinion, named_by
+from guardpaint.draft.loading import without_warnings
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import fingerprint
 from guardpaint.store.folders import resolve
@@ -45,6 +46,7 @@ class StockJudge(Explained):
     def opinion(self, image: Image.Image) -> Opinion:
         pixels = torch.as_tensor(self.processor(images=image, return_tensors="pt")["pixel_values"])
         unused = [np.zeros((1, 1, 3), np.float32)]  # the checker blackens what it flags
-        flagged = bool(self.checker(clip_input=pixels.to(self.checker.device), images=unused)[1][0])
+        with without_warnings():  # of a black picture, which nobody gets here
+            flagged = bool(self.checker(clip_input=pixels.to(self.checker.device), images=unused)[1][0])
         said = named_by(self.policy, "nudity", "sexual") if flagged else SAFE
         return Opinion(said, raw=json.dumps({"nsfw": flagged}), harm=float(flagged))
