@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,9 +12,10 @@ from typer.testing import CliRunner
 from guardpaint.cli.main import app
 from guardpaint.data.prompt_files import Reading
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import by_category, page, prompt_suites, summary
+from guardpaint.evaluate import by_category, harness, page, prompt_suites, summary
 from guardpaint.evaluate.prompt_suites import PromptFiles, open_files
-from guardpaint.evaluate.rows import EvaluationRow, Verdict
+from guardpaint.evaluate.rows import EvaluationRow, RowStore, Verdict
+from guardpaint.evaluate.run import Case
 from guardpaint.policy import Policy
 
 POLICY = Policy.default()
@@ -129,6 +131,22 @@ def test_rows_keep_their_source():
     del stored["source"]
     assert EvaluationRow.from_dict(stored).source == ""
     assert by_category.metrics([EvaluationRow.from_dict(stored)]) == {}, "prompts of a testbed are not of a file"
+
+
+def test_rows_that_were_drawn_take_over_what_is_said_of_their_prompts(tmp_path):
+    """A file is first read as unknown, then declared benign: its pictures stay, their category does not."""
+    rows = RowStore(tmp_path)
+    rows.add(
+        [row(3, "unknown", "", True), row(3, "unknown", "", True, defence="ours"), row(0, "nudity", "sexual", True)]
+    )
+    plan = harness.Plan(rows, tmp_path, judge=None, metrics={})
+    case = Case("set", "3", "p3", 3, "street", "safe", source="a")
+    assert not list(plan.accept([case]))
+    found = {r.key: (r.category, r.kind, r.picture) for r in RowStore(tmp_path).found.values()}
+    assert found["undefended3"] == found["ours3"] == ("safe", "street", "3")
+    assert found["undefended0"][0] == "nudity", "no prompt of the file any more"
+    (line,) = plan.accept([replace(case, prompt="p9")])
+    assert "set: 1 prompts of an earlier run are no longer in it" in line and "--name" in line
 
 
 def test_the_report_shows_the_table(tmp_path, file):

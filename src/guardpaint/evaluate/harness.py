@@ -291,10 +291,17 @@ class Plan:
         write_json(self.file, {"cells": cells, "valid": self.valid})
 
     def accept(self, cases: Sequence[runner.Case]) -> Iterator[str]:
-        """Keep the prompts and seeds that a suite has; yields a line if an earlier run had others under its name."""
+        """Keep the prompts and seeds that a suite has; yields a line if an earlier run had others under its name.
+
+        Rows of a prompt file that were drawn before take over what is now said of their prompts.
+        """
         suite, now = cases[0].suite, {f"{c.seed} {c.prompt}" for c in cases}
         gone = set(self.valid.get(suite, ())) - now
         self.valid[suite] = sorted(now)
+        said = {(c.seed, c.prompt): c for c in cases if c.source}
+        own = [r for r in self.rows.found.values() if r.suite == suite and (r.seed, r.prompt) in said]
+        labelled = [runner.labelled(r, said[r.seed, r.prompt]) for r in own]
+        self.rows.add(new for new, old in zip(labelled, own, strict=True) if new != old)
         if gone:
             yield (
                 f"{suite}: {len(gone)} prompts of an earlier run are no longer in it, so their rows are not reported; "

@@ -173,6 +173,11 @@ def draw(
     return drawings
 
 
+def labelled(row: EvaluationRow, case: Case) -> EvaluationRow:
+    """The row with what a case says of its prompt, which the picture does not depend on."""
+    return replace(row, kind=case.kind, category=case.category, source=case.source)
+
+
 def judged_anew(
     row: EvaluationRow, out: Path, case: Case, judge: Judge | Jury, metrics: Metrics | None = None
 ) -> EvaluationRow | None:
