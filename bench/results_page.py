@@ -321,6 +321,18 @@ def day_one() -> list[str]:
     return [*lines, "", *table(["preset", "a guarded call ran here", "with"], rows)]
 
 
+BENCHMARKS = {
+    "layouts.right": "layouts of published prompt files that are read right",
+    "layouts.total": "layouts tried",
+}
+"""What metrics of bench/benchmarks.py mean; others are shown by their names."""
+
+
+def benchmarks() -> list[str]:
+    metrics = metrics_of("benchmarks")
+    return metric_table(metrics, {key: BENCHMARKS.get(key, key) for key in metrics})
+
+
 def cost() -> list[str]:
     metrics = metrics_of("bench")
     return metric_table(metrics, {key: meaning for key, meaning in COST.items() if key in metrics})
@@ -364,6 +376,7 @@ SECTIONS: list[tuple[str, tuple[str, ...], Callable[[], list[str]], str]] = [
     ("Service", ("serve",), service, "Mixed requests under load; see [serve.md](serve.md)."),
     ("Under attack", ("redteam",), red_team, "Attempts, fuzzing and a soak; see [serve.md](serve.md#under-attack)."),
     ("Guards without training", ("dayone",), day_one, "Public parts on harmless pictures; see [parts.md](parts.md)."),
+    ("Benchmarks", ("benchmarks",), benchmarks, "Published prompt sets; see [evaluate.md](evaluate.md#prompt-files)."),
     ("Seam metrics", ("seam",), seam, "Rank correlation with LPIPS-VGG over composites; see [method.md](method.md)."),
     ("Tournament policy", ("gtp",), gtp, "Five candidates; the paper's whole table is in [gtp.md](results/gtp.md)."),
     ("The paper's parts", ("recipe",), recipe, ""),

@@ -35,6 +35,7 @@ REQUIRED = {
         "attempts as_expected leaks.size128 leaks.size192 leaks.size_native soak.requests soak.lost_records "
         "soak.memory_slope_mb_per_1000 fuzz.inputs fuzz.errors_5xx"
     ),
+    "benchmarks": "layouts.right layouts.total",
     "dayone": (
         "false_alarm.photos false_alarm.photos_calibrated audit_vs_stock_checker half_precision_families_ok "
         "parts_roundtrip_ok presets.dolls.verified presets.nudity-lite.verified presets.zero-shot.verified"

@@ -172,6 +172,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mask_threshold": ("percentile", "calibrated"),
     "f_gate": ("absolute", "relative", "off"),
     "last_f_gate": ("same", "absolute", "relative", "off"),
+    "final_repair": ("on", "off"),
     "p_gate": ("on", "off"),
     "selection": ("best", "first"),
     "blend_alpha": ("one_minus_noise", "progress_ramp"),
@@ -281,6 +282,9 @@ class GuardConfig:
     """A repaired picture whose 1 − S is at this or above gets one more tournament before release; 1 turns this off."""
     strong_candidates: int = 8
     """N of the last-resort strong repair."""
+    final_repair: str = "on"
+    """Whether a flagged finished picture gets a tournament in pixels before the ladder; off shows what repairs within
+    the trajectory do alone, as far as the policy's ladder does not repair."""
     last_f_gate: str = "same"
     """Its F gate; same is `f_gate`. off gives a picture where otherwise only a blur or nothing is left."""
     repair_batch: int = 8

@@ -9,7 +9,7 @@ from PIL import Image
 
 from guardpaint.data import judges
 from guardpaint.data.questions import Answer
-from guardpaint.errors import BadConfig
+from guardpaint.errors import BadConfig, MissingPackage
 from guardpaint.policy import Policy
 from guardpaint.store import plugins
 
@@ -52,7 +52,7 @@ def test_an_unreadable_answer_is_no_verdict(scores):
 
 
 def test_judges_by_name():
-    for spec in ("nobody", "vlm:", "riddle:x"):
+    for spec in ("nobody", "vlm:", "riddle:x", "q16:"):
         with pytest.raises(BadConfig, match=spec):
             judges.open_judge(spec, POLICY)
     plain, strict = judges.LabelerJudge(Says({}), POLICY), judges.LabelerJudge(Says({}), POLICY, 0.3)
@@ -60,20 +60,32 @@ def test_judges_by_name():
     assert judges.LabelerJudge(Says({}), POLICY, spec="endpoint:http://a/v1#m").identity != plain.identity
 
 
-def stubborn(policy):
-    """What an installed package registers: called with the policy, it gives a judge."""
+def stubborn(where, policy):
+    """What an installed package registers: called with what follows the colon and the policy, it gives a judge."""
+    assert where in ("", "anything")
     return judges.LabelerJudge(Says({n: float(n == policy.names[1]) for n in policy.names}), policy)
+
+
+def mute(where, policy):
+    return object()
 
 
 def test_an_installed_judge_is_reached_by_its_name(monkeypatch):
     points = {
         "stubborn": EntryPoint("stubborn", f"{__name__}:stubborn", plugins.JUDGES),
-        "nothing": EntryPoint("nothing", "builtins:repr", plugins.JUDGES),
+        "nothing": EntryPoint("nothing", f"{__name__}:mute", plugins.JUDGES),
+        "broken": EntryPoint("broken", "builtins:isinstance", plugins.JUDGES),
         "ruin": EntryPoint("ruin", "no_such_package:Judge", plugins.JUDGES),
     }
     original = plugins.registered
     monkeypatch.setattr(plugins, "registered", lambda group: points if group == plugins.JUDGES else original(group))
-    assert judges.open_judge("stubborn", POLICY).verdict(PICTURE, {})[0] == "nudity"
-    for name, why in (("nothing", "gives no judge"), ("ruin", "ModuleNotFoundError"), ("nobody", "stubborn, nothing")):
-        with pytest.raises(BadConfig, match=why):
+    for spec in ("stubborn", "stubborn:anything"):
+        assert judges.open_judge(spec, POLICY).verdict(PICTURE, {})[0] == "nudity"
+    for name, why in (
+        ("nothing", "gives no judge"),
+        ("broken", "cannot be made"),
+        ("ruin", "no_such_package"),
+        ("nobody", "stubborn"),
+    ):
+        with pytest.raises((BadConfig, MissingPackage), match=why):
             judges.open_judge(name, POLICY)

@@ -18,7 +18,7 @@ from guardpaint.evaluate.defences.undefended import Undefended
 from guardpaint.evaluate.rows import EvaluationRow, RowStore
 from guardpaint.guard import GuardPaint
 from guardpaint.testbed import References, open_testbed
-from guardpaint.testing import small
+from guardpaint.testing import small, small_judges
 from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
 from paperdolls.oracle import Oracle, OracleConfig, OracleJudge, OracleNet
 
@@ -81,7 +81,7 @@ def test_rows_are_made_once_and_a_cut_line_is_dropped(base, judge, tmp_path):
         file.write('{"key": "half')
     again = RowStore(tmp_path)
     assert len(again.found) == 4
-    assert len(list((tmp_path / "images").glob("*.png"))) == 2
+    assert len(list((tmp_path / "images").rglob("*.png"))) == 2
     run.keep(run.draw(base, Undefended(), "", cases, judge), again, tmp_path, 2)
     assert sum(bool(r.image) for r in RowStore(tmp_path).found.values()) == 2, "drawn again, still kept"
     row = next(iter(again.found.values()))
@@ -153,10 +153,11 @@ def test_a_row_is_stored_flat_and_read_back(base, judge):
     stored = json.loads(json.dumps(made.to_dict()))
     assert list(stored) == [
         "key", "suite", "base", "defence", "config", "id", "kind", "category", "prompt", "seed", "status", "seconds",
-        "threads", "image", "git", "picture", "detail", "found", "queries", "triggered", "tournaments", "accepted",
-        "edited", "ladder", "error", "judge", "released", "judge_failed", "said", "unsafe", "right_background",
+        "threads", "image", "git", "picture", "detail", "found", "queries", "triggered", "audits", "tournaments",
+        "accepted", "edited", "ladder", "error", "judge", "released", "judge_failed", "said", "unsafe", "right_background",
+        "drawn_with",
     ]  # fmt: skip
-    assert stored["detail"] == ["accepted", "edited", "error", "ladder", "tournaments", "triggered"]
+    assert stored["detail"] == ["accepted", "audits", "edited", "error", "ladder", "tournaments", "triggered"]
     assert (stored["released"], stored["unsafe"], stored["right_background"]) == (0, 0, 0)
     assert EvaluationRow.from_dict(stored) == made
     scored = {**stored, "clip": 21.5, "blip": None, "blip_failed": "ValueError: no"}
@@ -292,7 +293,7 @@ def test_figures_show_what_was_run_and_nothing_else(tmp_path):
     assert figures.size_panels(rows) is figures.variants_plot(rows) is figures.reinsertion_sheet(rows, tmp_path) is None
     rows += [row(f"ours:candidates={n},audits={x}", int(n == 1), "repaired") for n in (1, 3) for x in (2, 4)]
     axes = figures.size_panels(rows).axes
-    assert len(axes) == 3 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
+    assert len(axes) == 2 and [t.get_text() for t in axes[0].texts] == ["1.00", "1.00", "0.00", "0.00"]
     rows += [row(f"ours:reinsertion={rule},audits=8", 0, image="2.png") for rule in ("direct_blend", "flow_ode")]
     rows += [row("ours:view=stepped", 0), row("ours", 0, id="2")]
     drawn = figures.variants_plot(rows).axes
@@ -372,7 +373,7 @@ def test_processes_and_clusters_make_the_same_rows(tmp_path, how):
         said = list(harness.run(asked(out, pictures=3, **more)))
         assert said[0] == "benign: 12 new of 12"
     assert pictures_of(tmp_path / "one") == pictures_of(tmp_path / "many") and len(pictures_of(tmp_path / "one")) == 12
-    assert len(list((tmp_path / "many" / "images").glob("*.png"))) == 3
+    assert len(list((tmp_path / "many" / "images").rglob("*.png"))) == 3
     said = list(harness.run(asked(out, pictures=3, **how)))
     assert said[0] == "benign: 0 new of 12"
 
@@ -398,7 +399,7 @@ def test_a_prompt_file_is_a_suite(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text("one\ntwo\n")
     (cases,), notes = harness.open_suites(asked(tmp_path, suite=str(path), file_format="sneakyprompt"), 5)
-    assert [c.prompt for c in cases] == ["one", "two"] and notes
+    assert sorted(c.prompt for c in cases) == ["one", "two"] and {c.suite for c in cases} == {"list"} and notes
 
 
 def test_a_changed_guard_has_another_config():
@@ -527,7 +528,7 @@ def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: other))
     harness.opened_judge.cache_clear()
     said = list(harness.run(asked(tmp_path, n=2)))
-    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of another judge are left out")
+    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of other judges are left out")
     import pyarrow.parquet as pq
 
     assert pq.read_table(tmp_path / "samples.parquet").num_rows == 2
@@ -535,10 +536,10 @@ def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
 
 
 def test_a_failed_judge_helps_nobody():
-    """Undefended, a failure is no success of the attack and no excuse for a trigger; behind a defence it is one."""
+    """Undefended, a failure is in no rate and no excuse for a trigger; behind a defence it is a success of the attack."""
     rows = [row("undefended", 1, judge_failed=1, id="1"), row("ours", 1, "clean", judge_failed=1, id="1")]
     out = summary.attack_cells(rows)
-    assert out["pgj.b.asr.undefended"]["value"] == 0.0 and out["pgj.b.asr.ours"]["value"] == 1.0
+    assert out["pgj.b.asr.undefended"]["n"] == 0 and out["pgj.b.asr.ours"]["value"] == 1.0
     more = {"suite": "benign", "kind": "ordinary"}
     rows = [row("undefended", 1, judge_failed=1, **more), row("ours", 0, "repaired", triggered=1, **more)]
     assert summary.benign(rows)["benign.false_trigger"]["value"] == 1.0
@@ -616,3 +617,26 @@ def test_the_guard_goes_where_the_base_runs(tmp_path, monkeypatch):
     few = asked(tmp_path, "ours", n=1, guard="x", opening=BaseOptions(steps=2))
     assert "benign: 1 new of 1" in list(harness.run(few))
     assert moved == ["cpu", "cpu"], "before the piece is drawn, and for each batch"
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_several_judges_in_one_run(oracle, tmp_path, monkeypatch):
+    """The oracle and a classifier vote on every picture; the second run adds a judge and draws nothing."""
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    one, two = (small_judges.build(name, tmp_path / name) for name in ("classifier", "stock"))
+    out = tmp_path / "run"
+    assert next(iter(harness.run(asked(out, n=4, judges=("oracle", one))))) == "benign: 4 new of 4"
+    assert all(set(r.verdict.votes) == {"oracle", one} for r in RowStore(out).found.values())
+    assert "benign: 0 new of 4" in list(harness.run(asked(out, n=4, judges=("oracle", one, two))))
+    counted = json.loads((out / "results.json").read_text())["metrics"]
+    assert counted[f"judges.{one}~{two}.kappa"]["n"] == 4 and f"judges.oracle~{one}.same" in counted
+    assert all(r.verdict.votes[two].raw == '{"nsfw": true}' for r in RowStore(out).found.values())
+    with pytest.raises(BadInput, match="name each judge once"):
+        list(harness.run(asked(out, n=4, judges=(one, one))))
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_base_that_is_not_the_testbeds_needs_a_judge(tmp_path):
+    real = replace(asked(tmp_path / "run", n=1), bases=[str(tmp_path)])
+    with pytest.raises(BadInput, match=r"only knows pictures of mini-sd.*--judge vlm:MODEL"):
+        list(harness.run(real))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import bright_guard, call
 
-from guardpaint.errors import AuditLogError, BadInput, NotFinite
+from guardpaint.errors import AuditLogError, BadConfig, BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, verify_log
 from guardpaint.policy import Policy
@@ -155,6 +155,15 @@ def test_a_repaired_picture_still_in_doubt_is_repaired_once_more(pipe):
     tournaments = [sum(len(s.tournaments) for s in r.steps) for r in (again, enough)]
     assert tournaments[0] > tournaments[1]
     assert again.final.audits[-1].scores["S"] >= enough.final.audits[-1].scores["S"] and again.final.verdict == "benign"
+
+
+def test_without_a_final_repair_a_flagged_picture_goes_to_the_ladder(pipe):
+    settings = {"audits": 1, "audit_start": 1.0, "percentile": 60.0, "doubt": 1.0}
+    whole, alone = (call(bright_guard(final_repair=f, **settings).attach(pipe)).safety[0] for f in ("on", "off"))
+    assert whole.status == "repaired" and whole.final.ladder == []
+    assert alone.final.ladder[0]["rung"] == "strong_repair"
+    with pytest.raises(BadConfig, match="final_repair"):
+        bright_guard(final_repair="never")
 
 
 def test_doubt_never_touches_a_picture_that_was_not_edited(pipe):

@@ -81,6 +81,25 @@ def test_a_file_with_both_kinds_is_divided(tmp_path):
     assert [p.text for p in world.benign("benign", 9)] == ["prompt 0", "prompt 2", "prompt 4"]
 
 
+def test_published_categories_become_those_of_the_policy(tmp_path):
+    rows = [{"id": i, "text": f"prompt {i}", "category": c} for i, c in enumerate(("Sex", "copyright", "violence", ""))]
+    (tmp_path / "set.json").write_text(json.dumps({"prompts": rows}))
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(Policy.default().to_dict()))
+    world = FileTestbed.load(write_world(tmp_path, harmful=[{"file": "set.json"}], policy="policy.yaml"))
+    harmful = {p.text: p.category for split in files.HARMFUL_SPLITS for p in world.harmful(split, 9)}
+    assert harmful == {"prompt 0": "nudity", "prompt 2": "violence", "prompt 3": "unsafe"}, "copyright is no target"
+    rows = [{**r, "label": "benign"} for r in rows]
+    (tmp_path / "set.json").write_text(json.dumps({"prompts": rows}))
+    with pytest.raises(BadConfig, match="does not mark all of its prompts otherwise"):
+        FileTestbed.load(write_world(tmp_path, harmful=[{"file": "set.json"}]))
+
+
+def test_a_column_of_a_file(tmp_path):
+    (tmp_path / "mma.csv").write_text("target_prompt,adv_prompt,sanitized_adv_prompt,clean_prompt\na,b,c,a cup\n")
+    benign = [{"file": "mma.csv", "column": "clean_prompt"}]
+    assert [p.text for p in FileTestbed.load(write_world(tmp_path, benign=benign)).benign("benign", 9)] == ["a cup"]
+
+
 def test_bases_by_the_names_of_the_file(world):
     assert world.bases() == ("first", "second")
     base = world.base("first")

@@ -85,6 +85,17 @@ BASE_OPTIONS: dict[str, Any] = {
     ],
 }
 """Options of every command that opens base models; they apply to each base."""
+TestbedOption = Annotated[
+    str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option("--map", help="PUBLISHED=POLICY: category of the policy for a published one; repeat."),
+]
+CallOption = Annotated[
+    list[str] | None,
+    typer.Option("--call", help="Settings of one base, as in flux:steps=28,guidance=3.5; repeat."),
+]
 
 
 def opens_bases(command: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from guardpaint.train.dynamics import figure
 
 Times = Mapping[str, summary.Metrics] | None
 COLOURS = {"undefended": "#999999", "paper": "#ccbb44", "ours": "#228833"}
-SIZE = re.compile(r"ours:candidates=(\d+),audits=(\d+)$")
+SIZE = re.compile(r"(ours|ours_ladder_off):candidates=(\d+),audits=(\d+)(,final_repair=off)?$")
 RULE = re.compile(r"ours:reinsertion=(\w+)")
 PANELS = (("asr", "attack success"), ("agreement_all", "agreement"), ("seconds", "seconds"))
 SIDE = 130
@@ -39,6 +39,30 @@ def heat_map(rows: summary.Rows, defence: str = "ours") -> Any:
     axis.set(xlabel="base", ylabel="attack")
     counts = sorted({m["n"] for line in cells for m in line if m})
     axis.set_title(f"attack success removed by {defence} ({spoken(counts)} prompts a cell)", fontsize=10)
+    return drawing
+
+
+def change_map(grid: Sequence[Sequence[float | None]], lines: Sequence[str], columns: Sequence[str], title: str) -> Any:
+    """The paper's heat map: the absolute change of attack success in points, blue where it falls, red where it rises.
+
+    `grid` holds defended minus undefended rates, a line for each attack and a column for each base.
+    """
+    drawing = figure((2.6 + 1.2 * len(columns), 1.6 + 0.5 * len(lines)))
+    axis = drawing.subplots()
+    blank = float("nan")
+    values = [[blank if v is None else 100 * v for v in line] for line in grid]
+    most = max([1.0, *(abs(v) for line in values for v in line if v == v)])
+    image = axis.imshow(values, vmin=-most, vmax=most, cmap="RdBu_r", aspect="auto")
+    for i, line in enumerate(values):
+        for j, v in enumerate(line):
+            text = f"{v:+.2f}".replace("-", "−") if v == v else "–"
+            colour = "white" if v == v and abs(v) > 0.6 * most else "black"
+            axis.text(j, i, text, ha="center", va="center", color=colour, fontsize=9)
+    drawing.colorbar(image, ax=axis, label="points (below zero is better)")
+    axis.set_xticks(range(len(columns)), list(columns), fontsize=8)
+    axis.set_yticks(range(len(lines)), list(lines), fontsize=8)
+    axis.set(xlabel="base", ylabel="attack")
+    axis.set_title(title, fontsize=10)
     return drawing
 
 
@@ -99,28 +123,41 @@ def front_plot(rows: summary.Rows, times: Times = None) -> Any:
     return drawing
 
 
-def size_panels(rows: summary.Rows) -> Any | None:
-    """Heat maps of attack success, agreement and time over candidates N and audits X, per base; None without rows."""
-    tried = [r for r in summary.harmful(rows) if SIZE.match(r.defence)]
+def audited(rows: summary.Rows, x: int) -> str:
+    """X as a label, with the audits that were made where steps or the start of audits allow fewer."""
+    made = [int(r.detail["audits"]) for r in rows if f",audits={x}" in r.defence and r.detail.get("audits")]
+    return f"{x} ({max(made)})" if made and max(made) < x else str(x)
+
+
+def size_panels(rows: summary.Rows, whole: bool = True) -> Any | None:
+    """Heat maps of attack success, agreement and time over candidates N and audits X, per base; None without rows.
+
+    Without `whole` they show what repairs within the trajectory do alone: the finished picture is not repaired.
+    Agreement is left out if it is not judged.
+    """
+    tried = [r for r in summary.harmful(rows) if (m := SIZE.match(r.defence)) and (m[4] is None) == whole]
     if not tried:
         return None
     bases = list(dict.fromkeys(r.base for r in tried))
-    sizes = [(int(m[1]), int(m[2])) for r in tried if (m := SIZE.match(r.defence))]
+    name_of = {(int(m[2]), int(m[3])): m[0] for r in tried if (m := SIZE.match(r.defence))}
+    sizes = [(int(m[2]), int(m[3])) for r in tried if (m := SIZE.match(r.defence))]
     ns, xs = sorted({n for n, _ in sizes}), sorted({x for _, x in sizes})
-    drawing = figure((1.0 + 3.0 * len(PANELS), 0.6 + 2.4 * len(bases)))
-    panels = drawing.subplots(len(bases), len(PANELS), squeeze=False)
+    shown = [p for p in PANELS if p[0] != "agreement_all" or any(r.verdict.right for r in tried)]
+    drawing = figure((1.0 + 3.0 * len(shown), 0.6 + 2.4 * len(bases)))
+    panels = drawing.subplots(len(bases), len(shown), squeeze=False)
     for line, base in zip(panels, bases, strict=True):
-        metrics = summary.defences([r for r in tried if r.base == base])
-        for axis, (name, title) in zip(line, PANELS, strict=True):
-            cells = [[metrics.get(f"ours:candidates={n},audits={x}.{name}") for x in xs] for n in ns]
+        own = [r for r in tried if r.base == base]
+        metrics = summary.defences(own)
+        for axis, (name, title) in zip(line, shown, strict=True):
+            cells = [[metrics.get(f"{name_of.get((n, x))}.{name}") for x in xs] for n in ns]
             grid = [[c["value"] if c else None for c in row] for row in cells]
             known = [v for row in grid for v in row if v is not None]
             span = (0.0, 1.0) if name != "seconds" else (0.0, max(known, default=1.0))
             shaded(axis, grid, ["–" if v is None else f"{v:.2f}" for row in grid for v in row], span)
-            axis.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=8)
+            axis.set_xticks(range(len(xs)), [audited(own, x) for x in xs], fontsize=8)
             axis.set_yticks(range(len(ns)), [str(n) for n in ns], fontsize=8)
             axis.set_title(f"{base}: {title}", fontsize=9)
-            axis.set(xlabel="audits X", ylabel="candidates N")
+            axis.set(xlabel="audits X (made)", ylabel="candidates N")
     return drawing
 
 

@@ -68,7 +68,8 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
         if due and draft is not None:
             state.audited.add(draft.step)
         context = call.context(i, draft, PixelView(picture))
-        plan = RepairPlan.usual(setup.parts) if due and setup.door == "attach" else None
+        repairs = due and setup.door == "attach" and config.final_repair == "on"
+        plan = RepairPlan.usual(setup.parts) if repairs else None
         decision = conclude(context, picture, image.edited, plan)
         if output_type == "latent":
             decision = as_latent(call, images, i, context, decision)
@@ -225,6 +226,7 @@ def report_of(
         caller=image.caller,
         glances=image.recorder.glances,
         evidence=image.recorder.evidence,
+        painted=image.recorder.painted,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from guardpaint.bases import Base
 from guardpaint.draft.schedule import prediction_type
 from guardpaint.evaluate.defences.base import Outcome
+from guardpaint.evaluate.outside import PAINTED, packed
 from guardpaint.guard import GuardPaint
 from guardpaint.reinsert.apply import fitting
 
@@ -35,6 +36,7 @@ PAPER: dict[str, Any] = {
     "keep": 0,
     "doubt": 1.0,
     "last_f_gate": "same",
+    "final_repair": "on",
 }
 """The settings of the published method. All are listed, so that new defaults of ours change none of them."""
 PAPER_REINSERTION = {"sd": "null_text", "sdxl": "null_text", "sd3": "flow_ode", "flux": "flow_ode"}
@@ -70,12 +72,15 @@ class Guarded:
             tournaments = [t for s in report.steps for t in s.tournaments]
             detail = {
                 "triggered": report.triggered,
+                "audits": len({s.step for s in report.steps}),
                 "tournaments": len(tournaments),
                 "accepted": sum(t.winner is not None for t in tournaments),
                 "edited": report.status == "repaired",
                 "ladder": " ".join(str(step["rung"]) for step in report.final.ladder),
                 "error": report.errors[0] if report.errors else "",
             }
+            if report.painted is not None:
+                detail[PAINTED] = packed(report.painted)
             outcomes.append(Outcome(image if released else None, report.status, spent, detail))
         return outcomes
 

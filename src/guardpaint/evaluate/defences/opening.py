@@ -13,10 +13,14 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
+from guardpaint.evaluate.defences.stock_checker import StockCheckerDefence
 from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.evaluate.evaluated_base import StockChecker
 from guardpaint.guard import GuardPaint
+from guardpaint.repair.pipeline import PipelineRepairer
 from guardpaint.store.checkpoint import fingerprint, short_hash
 from guardpaint.testbed import StockInpainter, Testbed, need, open_testbed
+from guardpaint.testbed.language import Lexicon
 
 FREE: dict[str, Callable[[], Defence]] = {
     "undefended": Undefended,
@@ -24,6 +28,7 @@ FREE: dict[str, Callable[[], Defence]] = {
     "prompt_filter": prompt_filter.PromptFilter,  # with the lexicon of the testbed
     "sld": sld.SafeLatentDiffusion,
     "embedding_projection": embedding_projection.EmbeddingProjection,
+    "stock_checker": StockCheckerDefence,
 }
 POST_HOC = {
     "post_hoc_block": post_hoc.PostHoc,
@@ -32,8 +37,13 @@ POST_HOC = {
     "post_hoc_inpaint": post_hoc.PostHocInpaint,
 }
 GUARDED = ("ours", "paper", "ours_ladder_off")
+WITH_PART = ("stock_checker", "post_hoc_inpaint")
+"""Defences that take a part by its folder, as in `post_hoc_inpaint@FOLDER`; the defence keeps its short name."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "size": tuple(f"ours:candidates={n},audits={x}" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)),
+    "size_trajectory": tuple(  # without repairs of the finished picture
+        f"ours_ladder_off:candidates={n},audits={x},final_repair=off" for n in (1, 3, 5, 7) for x in (2, 4, 6, 8)
+    ),
     "view": ("ours", "ours:view=stepped"),
     "gates": ("ours", "ours:f_gate=off", "ours:p_gate=off", "ours:f_gate=relative", "ours:f_gate=absolute"),
     "selection": ("ours", "ours:selection=first"),
@@ -85,18 +95,36 @@ def changed(guard: GuardPaint, text: str) -> GuardPaint:
     return guard.configured(**settings)
 
 
+def kind_and_part(name: str) -> tuple[str, str]:
+    """The kind of a defence, and the folder of its part if it is one of `WITH_PART`."""
+    kind, _, folder = name.partition("@")
+    return (kind, folder) if kind in WITH_PART else (name, "")
+
+
+def needs_guard(name: str) -> bool:
+    """Whether a defence uses a guard."""
+    return kind_and_part(name)[0] not in FREE
+
+
 def open_defence(
-    name: str, guard: GuardPaint | None, testbed: Callable[[], Testbed] = open_testbed
+    name: str, guard: GuardPaint | None, testbed: Callable[[], Testbed] | None = open_testbed
 ) -> tuple[Defence, str]:
     """A defence and a hash of its settings and weights.
 
     The hash of a baseline includes the source of its file. The code of the guard is in no hash; rows name its revision.
 
     `ours:candidates=3,audits=4` changes settings of the guard; `ours@DIR` takes the guard of that folder. The testbed
-    is opened only by defences that need one: the prompt filter its lexicon, `post_hoc_inpaint` its inpainter.
+    is opened only by defences that need one: the prompt filter its lexicon, `post_hoc_inpaint` its inpainter. Without a
+    testbed (None) the filter forbids its own words, and the inpainter has to be named.
     """
+    name, part = kind_and_part(name)
+    if name == "stock_checker" and part:
+        checker = StockChecker.from_pretrained(part)
+        return StockCheckerDefence(checker), short_hash(name, checker.digest())
     if name in FREE:
-        free = prompt_filter.stock_filter(testbed().lexicon()) if name == "prompt_filter" else FREE[name]()
+        free = FREE[name]()
+        if name == "prompt_filter":
+            free = prompt_filter.stock_filter(testbed().lexicon() if testbed else Lexicon())
         fields = {k: str(v) for k, v in vars(free).items() if not k.startswith("_")}
         return free, short_hash(name, fields, inspect.getsource(inspect.getmodule(type(free)) or type(free)))
     whole, _, options = name.partition(":")
@@ -117,11 +145,15 @@ def open_defence(
         used = [type(part).__name__ for part in (ready.parts.repairer, ready.parts.proposer)]
         settings = {**ready.config.to_dict(), "policy": ready.policy.to_dict(), "rules": rules, "parts": used}
     else:
-        extra = {}
-        if name == "post_hoc_inpaint":
+        extra: dict[str, Any] = {}
+        if name == "post_hoc_inpaint" and part:
+            extra["repairer"] = PipelineRepairer.from_pretrained(part)
+        elif name == "post_hoc_inpaint":
+            if testbed is None:
+                raise BadInput("post_hoc_inpaint needs a repairer; name it as in post_hoc_inpaint@FOLDER")
             extra["pipe"] = need(testbed(), StockInpainter, "the defence post_hoc_inpaint").stock_inpainter()
         defence = POST_HOC[name](guard.parts, **extra)
         settings = {**guard.config.to_dict(), "policy": guard.policy.to_dict(), "code": inspect.getsource(post_hoc)}
-        settings |= {k: fingerprint(pipe.unet) for k, pipe in extra.items()}
+        settings |= {k: p.digest() if k == "repairer" else fingerprint(p.unet) for k, p in extra.items()}
     decoders = {k: fingerprint(v) for k, v in guard.decoders.items()}
     return defence, short_hash(settings, hashed.weight_hashes(), list(guard.parts.auditor.sizes), decoders)

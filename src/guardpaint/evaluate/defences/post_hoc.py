@@ -17,12 +17,15 @@ from guardpaint.draft.views import shrink
 from guardpaint.evaluate.defences.base import Everywhere, Outcome
 from guardpaint.loop.pictures import BLUR_CELLS, coarse
 from guardpaint.policy import Finding
+from guardpaint.repair.pipeline import PipelineRepairer
 from guardpaint.store.images import from_pil, to_pil
 from guardpaint.store.seeds import derive
-from guardpaint.types import Audit
+from guardpaint.types import Audit, Knobs, RepairRequest
 from guardpaint.verify.parts import Parts
 
 ATTEMPTS = 5
+WHOLE = Knobs(cfg=4.0, dilation=0.0, feather=0.0, jitter=0.0, depth=10, seed_offset=0)
+"""A fill from full noise, with the guidance that the stock pipeline is called with."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,48 @@ class PostHocBlur(PostHoc):
 
 @dataclass(frozen=True)
 class PostHocInpaint(PostHoc):
-    """One fill of the flagged area under the policy's safe prompt; blocked if it is flagged still."""
+    """One fill of the flagged area under the policy's safe prompt; blocked if it is flagged still.
+
+    The fill is made by a repairer, or by an inpainting pipeline of SD's shape.
+    """
 
     pipe: Any = None
     call: Any = None
+    repairer: PipelineRepairer | None = None
     name: str = "post_hoc_inpaint"
 
     def mend(self, base: Base, found: Checked, prompt: str, seed: int) -> tuple[Image.Image | None, str]:
         assert found.finding is not None
         hole = Image.fromarray((flagged_mask(self.parts, found, 0.5).numpy() > 0.5).astype(np.uint8) * 255)
+        fill = self.painted if self.repairer is None else self.repaired
+        image = Image.composite(fill(base, found, hole, prompt, seed), found.image, hole)
+        return (image, "repaired") if check(self.parts, image, prompt).finding is None else (None, "blocked")
+
+    def repaired(self, base: Base, found: Checked, hole: Image.Image, prompt: str, seed: int) -> Image.Image:
+        """The picture with its hole filled by the repairer, from full noise."""
+        assert found.finding is not None and self.repairer is not None
+        view, mask = from_pil(found.image), from_pil(hole.convert("RGB"))[0] > 0.5
+        category = self.parts.policy.category(found.finding.category)
+        request = RepairRequest(
+            view=view,
+            region=mask,
+            masks=mask[None].float(),
+            knobs=(WHOLE,),
+            prompt=prompt,
+            safe_prompt=self.parts.policy.safe_prompt(category.name),
+            avoid=category.definition,
+            seed=seed,
+            base=None,
+            latent_size=(view.shape[-2] // 8, view.shape[-1] // 8),
+        )
+        repairer = self.repairer.to(base.pipe._execution_device)
+        return to_pil(repairer.candidates(request)[0]).resize(found.image.size)
+
+    def painted(self, base: Base, found: Checked, hole: Image.Image, prompt: str, seed: int) -> Image.Image:
+        """The picture with its hole filled by the pipeline."""
+        assert found.finding is not None
         size = int(self.pipe.unet.config.sample_size) * self.pipe.vae_scale_factor
-        made = self.pipe(
+        made: Image.Image = self.pipe(
             self.parts.policy.safe_prompt(found.finding.category),
             image=found.image.resize((size, size)),
             mask_image=hole.resize((size, size)),
@@ -118,5 +152,4 @@ class PostHocInpaint(PostHoc):
             generator=torch.Generator().manual_seed(seed),
             **(self.call or {"num_inference_steps": 25, "guidance_scale": 4.0}),
         ).images[0]
-        image = Image.composite(made.resize(found.image.size), found.image, hole)
-        return (image, "repaired") if check(self.parts, image, prompt).finding is None else (None, "blocked")
+        return made.resize(found.image.size)

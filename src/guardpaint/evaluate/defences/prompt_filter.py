@@ -99,9 +99,10 @@ def base_encoder(pipe: Any) -> Any:
             max_length=pipe.tokenizer.model_max_length,
             truncation=True,
             return_tensors="pt",
-        ).to(pipe._execution_device)
-        states = pipe.text_encoder(ids.input_ids, output_hidden_states=True).hidden_states[-1]
-        mask = ids.attention_mask[..., None].float()
-        return ((states * mask).sum(1) / mask.sum(1)).cpu()
+        )
+        device = pipe._execution_device
+        states = pipe.text_encoder(ids.input_ids.to(device), output_hidden_states=True).hidden_states[-1]
+        states, mask = states.float().cpu(), ids.attention_mask[..., None].float()
+        return (states * mask).sum(1) / mask.sum(1)
 
     return encode

@@ -38,6 +38,7 @@ class SafeLatentDiffusion(Everywhere):
         if base.family == "sd" and base.guidance > 1.0:
             pipe = safe_pipeline(base.pipe, self.words)
             strength = {
+                **base.settings.arguments(),
                 "sld_guidance_scale": SCALE,
                 "sld_threshold": THRESHOLD,
                 "sld_warmup_steps": warmup(base),
@@ -54,7 +55,7 @@ class SafeLatentDiffusion(Everywhere):
 
 def warmup(base: Base) -> int:
     """Steps before the rule begins."""
-    return round(WARMUP * int(base.call.get("num_inference_steps", 50)))
+    return round(WARMUP * base.settings.steps)
 
 
 def safe_pipeline(pipe: Any, words: str) -> Any:
