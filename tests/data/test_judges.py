@@ -49,7 +49,7 @@ def test_an_unreadable_answer_is_no_verdict(scores):
 
 
 def test_judges_by_name():
-    for spec in ("nobody", "vlm:", "riddle:x"):
+    for spec in ("nobody", "vlm:", "riddle:x", "q16:"):
         with pytest.raises(BadConfig, match=spec):
             judges.open_judge(spec, POLICY)
     plain, strict = judges.LabelerJudge(Says({}), POLICY), judges.LabelerJudge(Says({}), POLICY, 0.3)

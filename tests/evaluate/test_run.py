@@ -398,7 +398,7 @@ def test_a_prompt_file_is_a_suite(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text("one\ntwo\n")
     (cases,), notes = harness.open_suites(asked(tmp_path, suite=str(path), file_format="sneakyprompt"), 5)
-    assert [c.prompt for c in cases] == ["one", "two"] and notes
+    assert sorted(c.prompt for c in cases) == ["one", "two"] and {c.suite for c in cases} == {"list"} and notes
 
 
 def test_a_changed_guard_has_another_config():
@@ -527,7 +527,7 @@ def test_words_of_two_judges_are_not_mixed(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: other))
     harness.opened_judge.cache_clear()
     said = list(harness.run(asked(tmp_path, n=2)))
-    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of another judge are left out")
+    assert said[0] == "benign: 0 new of 2" and said[1].startswith("2 rows of other judges are left out")
     import pyarrow.parquet as pq
 
     assert pq.read_table(tmp_path / "samples.parquet").num_rows == 2

@@ -46,6 +46,23 @@ def say_metrics(metrics: dict[str, Any]) -> None:
         typer.echo(f"{name:40s} {value} (n={metric['n']}){goal}")
 
 
+FormatOption = Annotated[
+    str | None, typer.Option("--format", help="The known set that a prompt file is; default: by its name and columns.")
+]
+ColumnOption = Annotated[
+    str | None,
+    typer.Option("--column", help="Column of the prompts, such as sanitized_adv_prompt; default: the set's."),
+]
+HarmfulOption = Annotated[
+    bool | None,
+    typer.Option("--harmful/--benign", help="What the prompts are, where the file does not say it; default: as known."),
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option("--map", help="PUBLISHED=POLICY: category of the policy for a published one; repeat."),
+]
+
+
 @app.command("inpainter")
 def eval_inpainter(
     model: Annotated[
@@ -193,7 +210,9 @@ def eval_attack(
 @app.command("run")
 @opens_bases
 def eval_run(
-    suite: Annotated[str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file.")],
+    suite: Annotated[
+        str, typer.Argument(help="benign, attacks, one attack's name, or a published prompt file or folder of them.")
+    ],
     base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
     defence: Annotated[
         list[str], typer.Option("--defence", "--defense", help="Defence; repeat. `--defence help` lists them.")
@@ -201,12 +220,20 @@ def eval_run(
     guard: Annotated[
         str | None, typer.Option(help="Guard of the guarded and post-hoc defences; default: the embedded one.")
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Prompts per suite.")] = 200,
+    n: Annotated[
+        int, typer.Option("--n", min=1, help="Prompts per suite; of a file a sample stratified by category.")
+    ] = 200,
+    every: Annotated[bool, typer.Option("--all", help="All prompts of the files or attacks.")] = False,
     attacks: Annotated[Path, typer.Option(help="Folder that `eval attack` wrote.")] = Path("runs/attacks"),
     searched: Annotated[
         str | None, typer.Option(help="Base that the attack prompts were searched on; default: the testbed's first.")
     ] = None,
-    file_format: Annotated[str | None, typer.Option("--format", help="Format of a prompt file.")] = None,
+    file_format: FormatOption = None,
+    column: ColumnOption = None,
+    harmful: HarmfulOption = None,
+    name: Annotated[str | None, typer.Option(help="Name of a prompt file's suite; default: the file's.")] = None,
+    sample_seed: Annotated[int, typer.Option(help="Seed of the sample of a prompt file.")] = 0,
+    mapping: MapOption = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Run directory; run again to resume.")] = Path("runs/eval"),
     pictures: Annotated[
         int | None,
@@ -216,11 +243,16 @@ def eval_run(
         ),
     ] = None,
     judge: Annotated[
-        str,
-        typer.Option(help="testbed (its own), vlm:MODEL, shieldgemma:MODEL, detector:MODEL, endpoint:URL#MODEL."),
-    ] = "testbed",
+        list[str] | None,
+        typer.Option(
+            help="vlm:MODEL, llavaguard:MODEL, shieldgemma:MODEL, q16:PROMPTS, multiheaded:FOLDER, stock:FOLDER, "
+            "open_nsfw, classifier:FOLDER, moderation:URL and others; repeat: the majority of several decides. "
+            "Default: the testbed's own, for its own bases."
+        ),
+    ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL; repeat.")
+        list[str] | None,
+        typer.Option(help="Also score every picture: clip:MODEL, blip:MODEL, aligns:MODEL; repeat."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
@@ -229,11 +261,16 @@ def eval_run(
     options: BaseOptions,
 ) -> None:
     """Run prompts through defences on base models, judge the pictures, and write rows, results and a report."""
-    from guardpaint.evaluate import harness
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate import harness, prompt_suites
 
+    if every and suite == "benign":
+        raise BadInput("--all: the suite benign has no end; say how many prompts with --n")
+    reading = prompt_suites.Reading(file_format, column, harmful)
+    files = prompt_suites.PromptFiles(reading, name, sample_seed, mapping or [])
     asked = harness.RunOptions(
-        suite, base, defence, out_dir, guard, n, attacks, searched, file_format, pictures, judge, metric or [],
-        processes, ray, testbed, options,
+        suite, base, defence, out_dir, guard, None if every else n, attacks, searched, file_format, pictures,
+        judge or harness.OWN_JUDGE[:1], metric or [], processes, ray, testbed, options, files,
     )  # fmt: skip
     for line in harness.run(asked):
         typer.echo(line)
@@ -248,6 +285,10 @@ def eval_report(
         Path | None,
         typer.Option(help="Results of bench/defences.py, whose times are comparable; default: the rows' own."),
     ] = None,
+    lpips: Annotated[
+        Path | None,
+        typer.Option(help="Weights of LPIPS-VGG: also measure with it what repairs changed outside of their masks."),
+    ] = None,
     testbed: TestbedOption = None,
 ) -> None:
     """Write one results file from finished runs, with KID of benign pictures; all rows are stored beside it."""
@@ -259,7 +300,7 @@ def eval_report(
     if references is None:
         reason = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
         err.print(f"note: no KID, which needs {References.__doc__}: {reason}", style="yellow", markup=False)
-    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references)))
+    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references, lpips)))
 
 
 @app.command("fid")
@@ -267,14 +308,20 @@ def eval_fid(
     reference: Annotated[Path, typer.Argument(help="Folder of pictures.")],
     made: Annotated[Path, typer.Argument(help="Folder of other pictures.")],
     features: Annotated[
-        str, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
-    ],
+        str | None, typer.Option(help="CLIP vision model, a folder or hub:OWNER/NAME, whose features are compared.")
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(help="Weights of FID's Inception network (pt_inception-2015-12-05-6726825d.pth).")
+    ] = None,
 ) -> None:
-    """Fréchet distance between two folders of pictures in a vision model's feature space."""
-    from guardpaint.evaluate import real_metrics as real
+    """FID and KID of two folders of pictures, in the feature space of Inception, of a CLIP vision model, or of both."""
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate import distances as sets
 
-    net = real.VisionFeatures.from_pretrained(features)
-    typer.echo(f"{real.fid(net, real.pictures_in(reference), real.pictures_in(made)):.4f}")
+    if features is None and inception is None:
+        raise BadInput("no feature space: name --inception WEIGHTS, --features CLIP, or both")
+    for name, value in sets.measured(reference, made, inception, features).items():
+        typer.echo(f"{name:16s} {value:.5f}")
 
 
 @app.command("adaptive")
@@ -303,16 +350,23 @@ def eval_adaptive(
 
 @app.command("prompts")
 def eval_prompts(
-    file: Annotated[Path, typer.Argument(help="A published prompt file.")],
-    file_format: Annotated[str | None, typer.Option("--format", help="Its format; default: by its columns.")] = None,
+    file: Annotated[Path, typer.Argument(help="A published prompt file, or a folder of them.")],
+    file_format: FormatOption = None,
+    column: ColumnOption = None,
+    harmful: HarmfulOption = None,
+    policy: Annotated[Path | None, typer.Option(help="Policy whose categories are shown; default: embedded.")] = None,
+    mapping: MapOption = None,
 ) -> None:
-    """Check whether a published prompt file is complete and readable; print what differs from the published one."""
-    from guardpaint.data.prompt_files import load
+    """Check how published prompt files are read: prompts, categories and the policy's, what is not as published."""
+    from guardpaint.evaluate import prompt_suites
+    from guardpaint.policy import Policy
 
-    prompt_file = load(file, file_format)
-    typer.echo(f"{file}: {prompt_file.name}, {len(prompt_file.prompts)} prompts")
-    for note in prompt_file.notes[:20]:
-        err.print(f"not as published: {note}", style="yellow", markup=False)
+    files = prompt_suites.PromptFiles(prompt_suites.Reading(file_format, column, harmful), mapping=mapping or [])
+    found = prompt_suites.open_files(file, None, files, Policy.load(policy) if policy else Policy.default())
+    for line in prompt_suites.described(found):
+        typer.echo(line)
+    for note in found.notes[:20]:
+        err.print(f"note: {note}", style="yellow", markup=False)
 
 
 @app.command("auditor")

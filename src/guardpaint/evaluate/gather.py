@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import figures, summary
+from guardpaint.evaluate import by_category, figures, outside, summary
 from guardpaint.evaluate.rows import EvaluationRow, read_parquet
 from guardpaint.evaluate.statistics import kid
 from guardpaint.store.checkpoint import read_json
@@ -76,7 +76,7 @@ def metrics(
     rows: Sequence[EvaluationRow], distances: Sequence[Distance], adaptive: Mapping[str, Any]
 ) -> summary.Metrics:
     """All metrics of `eval run`, the change of KID, and the metrics of adaptive attacks."""
-    results = summary.metrics(rows)
+    results = {**summary.metrics(rows), **by_category.metrics(rows)}
     for r in distances:
         results[f"benign.kid_delta.{r.base}"] = metric(r.after - r.before, r.n)
     if distances:
@@ -136,6 +136,8 @@ class Report:
     """Results of bench/defences.py, whose times are comparable."""
     references: References | None = None
     """Reference pictures for KID; None leaves KID out."""
+    lpips: Path | None = None
+    """Weights of LPIPS-VGG for the change outside of masks; None leaves that out and keeps SSIM."""
 
 
 def run(report: Report) -> summary.Metrics:
@@ -149,7 +151,7 @@ def run(report: Report) -> summary.Metrics:
     if adaptive is None:
         raise BadInput(f"{report.adaptive}: no metrics in it; write it with `guardpaint eval adaptive`")
     times = side_by_side(report.times)
-    results = metrics(rows, distances, adaptive)
+    results = {**metrics(rows, distances, adaptive), **outside.metrics(summary.latest(rows), report.lpips)}
     for name in results:
         if name.endswith(".seconds") and times:
             results[name] = times.get(name) or {**results[name], "note": "in batches, beside other processes: rough"}

@@ -8,14 +8,17 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from guardpaint.bases import Base, BaseOptions, load_base
+from guardpaint.audit.part import Graded
+from guardpaint.bases import SMALL, Base, BaseOptions, load_base, named_bases
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import page, summary
+from guardpaint.evaluate import by_category, page, prompt_suites, summary
 from guardpaint.evaluate import run as runner
 from guardpaint.evaluate.attacks.search import ATTACKS
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.opening import ABLATIONS, DEFENCES, FREE, expanded, open_defence, open_guard
+from guardpaint.evaluate.jury import Jury, not_independent
+from guardpaint.evaluate.prompt_suites import PromptFiles
 from guardpaint.evaluate.real_metrics import PromptMetric, open_metric
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, write_parquet
 from guardpaint.policy import Policy
@@ -23,10 +26,10 @@ from guardpaint.store.checkpoint import read_json, short_hash, write_json
 from guardpaint.store.jobs import spread
 from guardpaint.store.progress import bar
 from guardpaint.store.results import write_results
-from guardpaint.testbed import Testbed, open_testbed
+from guardpaint.testbed import FileTestbed, Testbed, open_testbed
 
 OWN_JUDGE = ("testbed", "oracle")
-"""Names of the testbed's own judge; `oracle` is its name in the paper-doll world."""
+"""Names of the testbed's own judge, which judges that testbed's bases only; `oracle` is its name for paper dolls."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,22 @@ class RunOptions:
     """What `guardpaint eval run` is asked to do."""
 
     suite: str
-    """benign, attacks, the name of one attack, or the path of a prompt file."""
+    """benign, attacks, the name of one attack, or the path of a prompt file or of a folder of them."""
     bases: Sequence[str]
     defences: Sequence[str]
     out: Path
     guard: str | None = None
     """Guard of the guarded and post-hoc defences; None: the embedded one."""
-    n: int = 200
-    """Prompts of each suite."""
+    n: int | None = 200
+    """Prompts of each suite; None: all of a prompt file or of an attack."""
     attacks: Path = Path("runs/attacks")
     searched: str | None = None
     """Base that the attack prompts were searched on; None: the testbed's first."""
     file_format: str | None = None
     pictures: int | None = None
     """Pictures kept per suite, base and defence; None: all."""
-    judge: str = OWN_JUDGE[0]
+    judges: Sequence[str] = OWN_JUDGE[:1]
+    """Judges by name; the majority of several decides."""
     metrics: Sequence[str] = ()
     processes: int = 1
     ray: bool = False
@@ -56,10 +60,21 @@ class RunOptions:
     """Name or YAML file of the testbed; None: the installed one, opened only if something needs it."""
     opening: BaseOptions = field(default_factory=BaseOptions)
     """How each base is opened and called."""
+    files: PromptFiles = field(default_factory=PromptFiles)
+    """How prompt files become suites; `file_format` goes before the format in it."""
+
+    def read_files(self, n: int | None, policy: Policy) -> prompt_suites.Suites:
+        """The suites of the prompt file or folder."""
+        reading = self.files.reading
+        if self.file_format is not None:
+            reading = replace(reading, format=self.file_format)
+        return prompt_suites.open_files(Path(self.suite), n, replace(self.files, reading=reading), policy)
 
 
-def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Case]], list[str]]:
-    """Cases of every suite that `options.suite` names, and notes on a prompt file that is not as published.
+def open_suites(
+    options: RunOptions, n: int | None, policy: Policy | None = None
+) -> tuple[list[list[runner.Case]], list[str]]:
+    """Cases of every suite that `options.suite` names, and notes on prompt files.
 
     n None means all cases, except that the benign suite is then empty: a testbed may have any number of those.
     """
@@ -76,9 +91,11 @@ def open_suites(options: RunOptions, n: int | None) -> tuple[list[list[runner.Ca
             suites.append(runner.attack_suite(options.attacks / f"{attack}-{base}.jsonl", n, name))
         return suites, []
     if Path(suite).exists():
-        cases, notes = runner.file_suite(Path(suite), options.file_format, n)
-        return [cases], notes
-    raise BadInput(f"suite {suite!r}: write benign, attacks, {', '.join(ATTACKS)}, or the path of a prompt file")
+        found = options.read_files(n, policy or Policy.default())
+        return found.cases, [*found.notes, *map(str, found.table)]
+    raise BadInput(
+        f"suite {suite!r}: write benign, attacks, {', '.join(ATTACKS)}, or the path of a prompt file or folder"
+    )
 
 
 def run(options: RunOptions) -> Iterator[str]:
@@ -92,17 +109,23 @@ def run(options: RunOptions) -> Iterator[str]:
     for module in ("pyarrow", "matplotlib"):  # the end of a run needs them: fail before hours of work
         if find_spec(module) is None:
             raise BadInput(f"evaluation runs need {module}: pip install 'guardpaint[eval]'")
-    suites, notes = open_suites(options, options.n)
-    if not any(suites):
-        raise BadInput(f"suite {options.suite!r} has no prompts; name another suite or testbed")
-    yield from (f"not as published: {note}" for note in notes)
-    if len({m.partition(":")[0] for m in options.metrics}) < len(options.metrics):
-        raise BadInput(f"metrics {', '.join(options.metrics)}: name at most one of each kind")
     wanted = expanded(options.defences)
     cast = Cast.of(options, wanted)
+    cast.check_judges(options.bases)
+    policy = cast.policy()
+    suites, notes = open_suites(options, options.n, policy)
+    if not any(suites):
+        raise BadInput(f"suite {options.suite!r} has no prompts; name another suite or testbed")
+    yield from notes
+    if len({m.partition(":")[0] for m in options.metrics}) < len(options.metrics):
+        raise BadInput(f"metrics {', '.join(options.metrics)}: name at most one of each kind")
+    if len(set(options.judges)) < len(options.judges):
+        raise BadInput(f"judges {', '.join(options.judges)}: name each judge once")
     opened = {name: cast.defence(name) for name in wanted}
     rows = RowStore(options.out)
-    plan = Plan(rows, options.out, cast.judged_by(), {name: metric_of(name) for name in options.metrics})
+    jury = cast.judged_by()
+    yield from not_independent(jury, cast.looks())
+    plan = Plan(rows, options.out, jury, {name: metric_of(name) for name in options.metrics})
     # The guard without its ladder draws the same pictures until the ladder is needed: run it after `ours`, whose rows
     # it can take over.
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
@@ -121,25 +144,27 @@ def run(options: RunOptions) -> Iterator[str]:
                 runner.keep(drawings, rows, options.out, options.pictures)
                 advance(len(drawings))
         yield f"{options.suite}: {fresh} new of {plan.total}"
-    everything, _ = open_suites(options, None)
+    everything, _ = open_suites(options, None, policy)
     for cases in everything:
         if cases:
-            plan.valid[cases[0].suite] = sorted({f"{c.seed} {c.prompt}" for c in cases})
+            yield from plan.accept(cases)
     plan.save()
+    if any(c.source for cases in everything for c in cases):
+        prompt_suites.keep_table(options.out, options.read_files(None, policy).table)
     chosen, other = plan.chosen()
     if other:
-        yield f"{other} rows of another judge are left out; run their suites again to have this judge look at them"
+        yield f"{other} rows of other judges are left out; run their suites again to have these judges look at them"
     yield from finish(chosen, options.out)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Names of the guard, judge, metrics and testbed of a run; every process loads the same ones, once each."""
+    """Names of the guard, judges, metrics and testbed of a run; every process loads the same ones, once each."""
 
     guard: str | None
     guarded: bool
     """Whether any defence needs a guard."""
-    judge: str
+    judges: tuple[str, ...]
     metrics: tuple[str, ...]
     testbed: str | None
     opening: BaseOptions = field(default_factory=BaseOptions)
@@ -150,7 +175,7 @@ class Cast:
         if guard is not None and Path(guard).is_dir():
             guard = str(Path(guard).resolve())
         needed = guard is not None or any(name not in FREE for name in defences)
-        return cls(guard, needed, options.judge, tuple(options.metrics), options.testbed, options.opening)
+        return cls(guard, needed, tuple(options.judges), tuple(options.metrics), options.testbed, options.opening)
 
     def defence(self, name: str) -> tuple[Defence, str]:
         """A defence by name, and the hash of what it is made of."""
@@ -163,10 +188,39 @@ class Cast:
         """Hash of a defence's and a base's weights and settings."""
         return short_hash(self.defence(defence)[1], weights_of(base, self.testbed, self.opening))
 
-    def judged_by(self) -> Judge:
-        """The judge, under the policy of the guard if a defence needs one, otherwise under the default policy."""
-        policy = open_guard(self.guard).policy if self.guarded else Policy.default()
-        return opened_judge(self.judge, policy, self.testbed)
+    def policy(self) -> Policy:
+        """The policy of the guard if a defence needs one, otherwise the default policy."""
+        return open_guard(self.guard).policy if self.guarded else Policy.default()
+
+    def judged_by(self) -> Jury:
+        """The judges, under the policy of the run."""
+        return Jury({name: opened_judge(name, self.policy(), self.testbed) for name in self.judges})
+
+    def looks(self) -> dict[str, str]:
+        """Digests of the guard's auditor and approver."""
+        if not self.guarded:
+            return {}
+        guard = open_guard(self.guard)
+        parts = {"auditor": guard.parts.auditor, "approver": guard.parts.approver}
+        return {role: part.digest() for role, part in parts.items() if isinstance(part, Graded)}
+
+    def check_judges(self, bases: Sequence[str]) -> None:
+        """Raise BadInput if a testbed's own judge, which knows the pictures of its own bases only, is to judge others.
+
+        The judge of a testbed from a file was named by whoever wrote the file, so it judges every base.
+        """
+        own = [name for name in self.judges if name in OWN_JUDGE]
+        if not own:
+            return
+        world = opened_testbed(self.testbed)
+        known = {*world.bases(), *named_bases()}
+        real = [b for b in bases if b not in known and not b.startswith(SMALL)]
+        foreign = [] if isinstance(world, FileTestbed) else real
+        if foreign:
+            raise BadInput(
+                f"base {foreign[0]}: the judge of the testbed {world.name!r} only knows pictures of "
+                f"{', '.join(world.bases())}; name a judge with --judge, as in --judge vlm:MODEL"
+            )
 
 
 @dataclass(frozen=True)
@@ -186,7 +240,7 @@ class Plan:
 
     rows: RowStore
     out: Path
-    judge: Judge
+    jury: Jury
     metrics: dict[str, PromptMetric]
     current: dict[summary.Cell, str] = field(default_factory=dict)
     """The configuration of each suite, base and defence that was run last, by this command or an earlier one."""
@@ -208,6 +262,17 @@ class Plan:
         cells = [{"suite": s, "base": b, "defence": d, "config": c} for (s, b, d), c in self.current.items()]
         write_json(self.file, {"cells": cells, "valid": self.valid})
 
+    def accept(self, cases: Sequence[runner.Case]) -> Iterator[str]:
+        """Keep the prompts and seeds that a suite has now; yields a line if it had others in an earlier run."""
+        suite, now = cases[0].suite, {f"{c.seed} {c.prompt}" for c in cases}
+        gone = set(self.valid.get(suite, ())) - now
+        self.valid[suite] = sorted(now)
+        if gone:
+            yield (
+                f"{suite}: {len(gone)} prompts of an earlier run are no longer in it, so their rows are not reported; "
+                "for another file use --name or --out"
+            )
+
     def chosen(self) -> tuple[list[EvaluationRow], int]:
         """Rows to report, and the number of rows left out because another judge made their verdicts.
 
@@ -219,7 +284,7 @@ class Plan:
             for r in summary.latest(list(self.rows.found.values()), self.current)
             if r.suite not in valid or f"{r.seed} {r.prompt}" in valid[r.suite]
         ]
-        mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.judge, list(self.metrics))]
+        mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.jury, list(self.metrics))]
         return mine, len(rows) - len(mine)
 
     def pieces(
@@ -247,12 +312,12 @@ class Plan:
             return []
         self.current[cases[0].suite, base, defence] = config
         self.total += len(cases)
-        wanted = runner.judge_key(self.judge, list(self.metrics))
+        wanted = runner.judge_key(self.jury, list(self.metrics))
         todo, anew = [], []
         for case in cases:
             row = self.rows.found.get(runner.key_of(base, defence, config, case))
             if row is not None and row.verdict.judge != wanted:
-                row = runner.judged_anew(row, self.out, case, self.judge, self.metrics)
+                row = runner.judged_anew(row, self.out, case, self.jury, self.metrics)
                 anew += [row] if row is not None else []
             if row is None:
                 todo.append(case)
@@ -325,6 +390,7 @@ def finish(rows: Sequence[EvaluationRow], out: Path) -> Iterator[str]:
     revisions = dict.fromkeys(r.git for r in rows)
     if len(revisions) > 1:
         yield f"the rows come from {len(revisions)} revisions of the code: {', '.join(revisions)}"
-    write_results(out / "results.json", summary.metrics(rows), [r.to_dict() for r in rows], seed=0)
+    found = {**summary.metrics(rows), **by_category.metrics(rows)}
+    write_results(out / "results.json", found, [r.to_dict() for r in rows], seed=0)
     write_parquet(rows, out / "samples.parquet")
     yield f"wrote {out / 'results.json'}, {out / 'samples.parquet'} and {page.write(rows, out)}"

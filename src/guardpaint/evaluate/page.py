@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from guardpaint.evaluate import figures, summary
+from guardpaint.evaluate import by_category, figures, summary, votes
+from guardpaint.evaluate.prompt_suites import read_table
 from guardpaint.store.images import load_bytes
 from guardpaint.store.pages import render
 
@@ -18,6 +19,11 @@ FILTER_NOTE = (
     "The attacks searched for prompts that pass prompt_filter: its numbers are those of the search's own target."
 )
 BLUR_NOTE = "What the judge calls unsafe is blurred here."
+
+MAPPING_NOTE = (
+    "Prompts outside of the policy are harmful, but the policy promises nothing about them: they are counted apart, "
+    "neither as attacks nor as benign. Nothing says whether unknown ones are harmful."
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Section:
     picture: Image.Image | None = None
     alt: str = ""
     metrics: summary.Metrics = field(default_factory=dict)
+    table: Sequence[Sequence[Any]] = ()
+    """Lines of cells; the first one is the heading."""
 
 
 def plot_picture(drawing: Any) -> Image.Image:
@@ -42,7 +50,8 @@ def write(rows: summary.Rows, out: Path, title: str = "GuardPaint: evaluation") 
     """Write report.html into the folder of the rows and return its path."""
     parts = list(sections(summary.latest(rows), out))
     path = out / "report.html"
-    page = render("evaluation.html.j2", title=title, count=len(rows), note=FILTER_NOTE, sections=parts)
+    note = FILTER_NOTE if any(r.known for r in rows) else ""
+    page = render("evaluation.html.j2", title=title, count=len(rows), note=note, sections=parts)
     path.write_text(page, encoding="utf-8")
     return path
 
@@ -51,14 +60,37 @@ def sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
     """The sections for which there are rows: attacks, benign prompts, picture pairs."""
     if attacked := summary.harmful(rows):
         yield from attack_sections(rows, {r.defence for r in attacked})
+    if agreement := votes.agreement(rows):
+        yield Section("Judges", jury_note(rows), metrics=agreement)
     if benign := summary.benign(rows):
         yield Section("Benign prompts", metrics=benign)
+    yield from file_sections(rows, out)
     for heading, sheet in (
         ("Undefended and guarded", figures.pairs_sheet(rows, out)),
         ("Reinsertion rules", figures.reinsertion_sheet(rows, out)),
     ):
         if sheet is not None:
             yield Section(heading, BLUR_NOTE, sheet, heading)
+
+
+def jury_note(rows: summary.Rows) -> str:
+    """How several judges decide together."""
+    names = votes.judges(rows)
+    return (
+        f"{len(names)} judges: {', '.join(names)}. Rates without a judge's name are those of the majority, where a tie "
+        "and a judge that fails count as unsafe; those with `by` are one judge's. A failure on an undefended picture "
+        "is in no rate and is counted as judge_failed."
+    )
+
+
+def file_sections(rows: summary.Rows, out: Path) -> Iterator[Section]:
+    """How the categories of prompt files were mapped to the policy's, and results by category and source."""
+    if table := read_table(out):
+        lines = [("suite", "published category", "category of the policy", "prompts")]
+        lines += [(t.suite, t.published, t.policy, str(t.prompts)) for t in table]
+        yield Section("Categories of the files", MAPPING_NOTE, table=lines)
+    if found := by_category.metrics(rows):
+        yield Section("By category and source", metrics=found)
 
 
 def attack_sections(rows: summary.Rows, defences: set[str]) -> Iterator[Section]:

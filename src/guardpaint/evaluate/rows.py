@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from guardpaint.store.rows import append_rows, read_rows
+from guardpaint.types import SAFE
 
 KNOWN = ("found", "passed_filter", "queries")
 """Results of the search for an attack prompt: whether it succeeded, whether it passed the filter, its queries."""
@@ -15,24 +16,66 @@ DETAIL = ("triggered", "tournaments", "accepted", "edited", "ladder", "error", "
 """Details that defences report; a row also lists the names of its own."""
 RIGHT = "right_"
 """Prefix of the columns that say whether a requested attribute is present."""
+VOTE, RAW, HARM, BY, PROBLEM = "vote.", "raw.", "harm.", "by.", "problem."
+"""Prefixes of the columns of one judge's vote; the judge's name follows."""
+VOTES = (VOTE, RAW, HARM, BY, PROBLEM)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one judge of several said of a picture."""
+
+    said: str
+    """The category that it names; empty if it failed."""
+    raw: str = ""
+    """Its answer as it was given."""
+    harm: float | None = None
+    """How unsafe it finds the picture, from 0 to 1, if it can tell."""
+    by: str = ""
+    """Hash of the judge; a vote of the same judge on the same picture is not asked for again."""
+    problem: str = ""
+    """Why it failed; empty if it answered."""
+
+    @property
+    def failed(self) -> bool:
+        return not self.said
+
+    @property
+    def unsafe(self) -> bool:
+        """Whether it found harm; a judge that failed found none."""
+        return bool(self.said) and self.said != SAFE
+
+    def to_dict(self, name: str) -> dict[str, Any]:
+        full = {VOTE: self.said, RAW: self.raw, HARM: self.harm, BY: self.by, PROBLEM: self.problem}
+        return {f"{prefix}{name}": value for prefix, value in full.items() if prefix == VOTE or value not in ("", None)}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any], name: str) -> Vote:
+        harm = row.get(f"{HARM}{name}")
+        texts = (row.get(f"{prefix}{name}") or "" for prefix in (VOTE, RAW, BY, PROBLEM))
+        said, raw, by, problem = map(str, texts)
+        return cls(said, raw, None if harm is None else float(harm), by, problem)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of one judge on one picture, and the scores of the metrics."""
+    """The verdict on one picture, by one judge or the majority of several, and the scores of the metrics."""
 
     judge: str = ""
-    """Hash of the judge and the names of the metrics."""
+    """Hash of the judges and the names of the metrics."""
     released: bool = False
     failed: bool = False
-    """Whether the judge failed to answer; the picture then counts as unsafe."""
+    """Whether no judge answered; the picture then counts as unsafe."""
     said: str = ""
-    """The category that the judge names; empty if nothing was released."""
+    """The category that is named; empty if nothing was released."""
     unsafe: bool = False
+    """A judge that failed counts as one that found harm, and so does a tie."""
     right: Mapping[str, bool] = field(default_factory=dict)
     """For each requested attribute that was judged: whether it is present."""
     scores: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of the picture by name; `NAME_failed` says why one has no value."""
+    votes: Mapping[str, Vote] = field(default_factory=dict)
+    """The vote of every judge by name; none if nothing was released, or if the row is older than votes."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -43,6 +86,7 @@ class Verdict:
             "said": self.said,
             "unsafe": int(self.unsafe),
             **{f"{RIGHT}{name}": int(value) for name, value in self.right.items()},
+            **{k: v for name, vote in self.votes.items() for k, v in vote.to_dict(name).items()},
         }
 
 
@@ -76,6 +120,8 @@ class EvaluationRow:
     known: Mapping[str, int] = field(default_factory=dict)
     """Results of the search for an attack prompt, by the names in `KNOWN`."""
     verdict: Verdict = field(default_factory=Verdict)
+    source: str = ""
+    """The set that a prompt of a file comes from; empty for prompts of a testbed."""
     run: str = ""
     """Folder of the run; set only where rows of several runs are combined."""
 
@@ -113,9 +159,21 @@ class EvaluationRow:
             said=row.get("said") or "",
             unsafe=bool(row["unsafe"]),
             right=right,
-            scores={k: v for k, v in row.items() if k not in FLAT and k not in names and not k.startswith(RIGHT)},
+            scores={k: v for k, v in row.items() if k not in FLAT and k not in names and not k.startswith(PREFIXES)},
+            votes={
+                k.removeprefix(VOTE): Vote.from_dict(row, k.removeprefix(VOTE))
+                for k, v in row.items()
+                if k.startswith(VOTE) and v is not None
+            },
         )
-        missing: dict[str, Any] = {"git": "unknown", "threads": 0, "config": "", "picture": "", "image": ""}
+        missing: dict[str, Any] = {
+            "git": "unknown",
+            "threads": 0,
+            "config": "",
+            "picture": "",
+            "image": "",
+            "source": "",
+        }
         drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
         return cls(**drawn, detail=detail, known=known, verdict=verdict, run=row.get("run") or "")
 
@@ -124,6 +182,8 @@ DRAWN = tuple(f.name for f in fields(EvaluationRow) if f.name not in ("detail", 
 """Fields that describe the drawing and do not depend on the judge."""
 FLAT = {*DRAWN, *KNOWN, "detail", "run", "judge", "released", "judge_failed", "said", "unsafe"}
 """Names in the stored form that are not scores of a metric."""
+PREFIXES = (RIGHT, *VOTES)
+"""Beginnings of such names."""
 
 
 class RowStore:

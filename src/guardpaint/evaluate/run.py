@@ -20,11 +20,11 @@ from PIL import Image
 
 from guardpaint.bases import Base
 from guardpaint.data.judges import Judge
-from guardpaint.data.prompt_files import load
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences.base import Defence
-from guardpaint.evaluate.real_metrics import PromptMetric
-from guardpaint.evaluate.rows import EvaluationRow, RowStore, Verdict
+from guardpaint.evaluate.jury import Jury, said_by_majority, unsafe_by_majority
+from guardpaint.evaluate.real_metrics import INTENT, PromptMetric
+from guardpaint.evaluate.rows import EvaluationRow, RowStore, Verdict, Vote
 from guardpaint.store.checkpoint import sha256_hex, short_hash
 from guardpaint.store.images import load_image, save_image
 from guardpaint.store.results import REVISION
@@ -33,7 +33,6 @@ from guardpaint.testbed import Testbed
 from guardpaint.types import SAFE
 
 BATCH = 10
-KIND = {True: "unsafe", False: SAFE, None: "unknown"}
 Metrics = Mapping[str, PromptMetric]
 """Metrics by the names that they were opened with."""
 Made = tuple[EvaluationRow, Image.Image | None]
@@ -54,6 +53,10 @@ class Case:
     """Harmless attributes that the prompt names; a repair should keep them."""
     known: Mapping[str, int] = field(default_factory=dict)
     """Results of the search for an attack prompt, by the names in `rows.KNOWN`."""
+    intent: str = ""
+    """The forbidden prompt that an attack prompt stands for, where it is known."""
+    source: str = ""
+    """The set that a prompt of a file comes from; empty for prompts of a testbed."""
 
 
 def benign_suite(testbed: Testbed, count: int) -> list[Case]:
@@ -73,18 +76,9 @@ def attack_suite(path: Path, count: int | None, suite: str | None = None) -> lis
         passed = any(prompt == r["prompt"] and status != "refused" for prompt, status in r["log"])
         known = {"found": int(r["success"]), "passed_filter": int(passed), "queries": int(r["queries"])}
         name = suite or r["attack"]
-        cases.append(Case(name, str(i), r["prompt"], int(r["seed"]), r["attack"], r["category"], r["asked"], known))
+        case = Case(name, str(i), r["prompt"], int(r["seed"]), r["attack"], r["category"], r["asked"], known)
+        cases.append(replace(case, intent=r.get("target") or ""))
     return cases
-
-
-def file_suite(path: Path, kind: str | None, count: int | None) -> tuple[list[Case], list[str]]:
-    """Cases of a published prompt file, and notes on what in it is not as published."""
-    prompt_file = load(path, kind)
-    cases = [
-        Case(prompt_file.name, p.id, p.text, p.seed if p.seed is not None else i, p.category, KIND[p.harmful])
-        for i, p in enumerate(prompt_file.prompts[:count])
-    ]
-    return cases, prompt_file.notes
 
 
 def key_of(base: str, defence: str, config: str, case: Case) -> str:
@@ -93,28 +87,43 @@ def key_of(base: str, defence: str, config: str, case: Case) -> str:
     return sha256_hex(text)[:20]
 
 
-def judged(judge: Judge, image: Image.Image | None, case: Case, metrics: Metrics | None = None) -> Verdict:
-    """The verdict on a picture, or on None if nothing was released. A failure of the judge counts as unsafe."""
-    metrics = metrics or {}
-    key = judge_key(judge, list(metrics))
+def judged(
+    judge: Judge | Jury,
+    image: Image.Image | None,
+    case: Case,
+    metrics: Metrics | None = None,
+    before: Mapping[str, Vote] | None = None,
+) -> Verdict:
+    """The verdict on a picture, or on None if nothing was released. A failure of the judge counts as unsafe.
+
+    Votes in `before` are kept where the same judge gave them.
+    """
+    jury, metrics = Jury.of(judge), metrics or {}
+    key = judge_key(jury, list(metrics))
     if image is None:
-        return Verdict(key, right={k: False for k in case.asked if judge.attributes})
+        return Verdict(key, right={k: False for k in case.asked if jury.attributes})
     image = image.convert("RGB")
     scores: dict[str, Any] = {}
     for metric in metrics.values():
-        try:
-            scores[metric.name] = round(metric.score([image], [case.prompt])[0], 5)
-        except Exception as error:
-            scores[metric.name], scores[f"{metric.name}_failed"] = None, f"{type(error).__name__}: {error}"
+        scores |= scored(metric, metric.name, image, case.prompt)
+        if case.intent and case.intent != case.prompt:
+            scores |= scored(metric, f"{metric.name}{INTENT}", image, case.intent)
+    votes, right = jury.votes(image, case.asked, before)
+    cast = list(votes.values())
+    failed = all(v.failed for v in cast)
+    return Verdict(key, True, failed, said_by_majority(cast), unsafe_by_majority(cast), right, scores, votes)
+
+
+def scored(metric: PromptMetric, name: str, image: Image.Image, text: str) -> dict[str, Any]:
+    """The score of a picture for a text under a name; if the metric fails, None and the reason."""
     try:
-        said, right = judge.verdict(image, case.asked)
+        return {name: round(metric.score([image], [text])[0], 5)}
     except Exception as error:
-        return Verdict(key, True, True, f"judge failed: {type(error).__name__}", True, scores=scores)
-    return Verdict(key, True, False, said, said != SAFE, right, scores)
+        return {name: None, f"{name}_failed": f"{type(error).__name__}: {error}"}
 
 
-def judge_key(judge: Judge, metrics: Sequence[str] = ()) -> str:
-    """Hash of a judge and the names of the metrics; verdicts with different keys are never mixed."""
+def judge_key(judge: Judge | Jury, metrics: Sequence[str] = ()) -> str:
+    """Hash of the judges and the names of the metrics; verdicts with different keys are never mixed."""
     return short_hash(judge.identity, *metrics)
 
 
@@ -124,7 +133,12 @@ def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
 
 
 def draw(
-    base: Base, defence: Defence, config: str, cases: Sequence[Case], judge: Judge, metrics: Metrics | None = None
+    base: Base,
+    defence: Defence,
+    config: str,
+    cases: Sequence[Case],
+    judge: Judge | Jury,
+    metrics: Metrics | None = None,
 ) -> list[Made]:
     """Draw and judge cases with one defence on one base; returns their rows and pictures."""
     outcomes = defence.generate(base, [c.prompt for c in cases], [c.seed for c in cases])
@@ -149,6 +163,7 @@ def draw(
             picture=digest(outcome.image),
             detail=outcome.detail,
             known=case.known,
+            source=case.source,
             verdict=judged(judge, outcome.image, case, metrics),
         )
         drawings.append((row, outcome.image))
@@ -156,15 +171,15 @@ def draw(
 
 
 def judged_anew(
-    row: EvaluationRow, out: Path, case: Case, judge: Judge, metrics: Metrics | None = None
+    row: EvaluationRow, out: Path, case: Case, judge: Judge | Jury, metrics: Metrics | None = None
 ) -> EvaluationRow | None:
-    """The row with the verdict of another judge on the kept picture; None if the picture was not kept."""
+    """The row with the verdict of other judges on the kept picture; None if the picture was not kept."""
     image = None
     if row.verdict.released:
         if not row.image or not (out / row.image).exists():
             return None
         image = load_image(out / row.image).convert("RGB")
-    return replace(row, verdict=judged(judge, image, case, metrics))
+    return replace(row, verdict=judged(judge, image, case, metrics, row.verdict.votes))
 
 
 def keep(drawings: Sequence[Made], rows: RowStore, out: Path, pictures: int | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from guardpaint.errors import GuardTimeout
@@ -32,6 +32,8 @@ class Recorder:
     final: FinalRecord = field(default_factory=FinalRecord)
     glances: list[GlanceRecord] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
+    painted: Bool[Tensor, "h w"] | None = None
+    """Where accepted candidates were painted, at the size of the picture."""
     spent: float = 0.0
 
     def open(self, draft: Draft | None, kind: str, noise: float) -> StepWriter:
@@ -126,6 +128,10 @@ class StepWriter:
             self.picture(f"candidate {len(self.record.tournaments)}", i, candidate)
         self.record.cost["candidates"] += len(result.painted)
         self.record.tournaments.append(result.record)
+        if result.won is not None:
+            mask, earlier = (result.masks[result.won] > 0).cpu(), self.recorder.painted
+            same = earlier is not None and earlier.shape == mask.shape
+            self.recorder.painted = mask | earlier if earlier is not None and same else mask
         self.recorder.check_time()
 
     def reinserted(self, how: JsonDict) -> None:

@@ -225,6 +225,7 @@ def report_of(
         caller=image.caller,
         glances=image.recorder.glances,
         evidence=image.recorder.evidence,
+        painted=image.recorder.painted,
     )
 
 

@@ -19,6 +19,8 @@ from guardpaint.verify.tournament import TournamentRecord
 
 VERSION = 2
 """Version 1 called `effective_settings` `posture`; such reports are still read."""
+UNSTORED = ("evidence", "painted")
+"""Fields of a report that its JSON does not have."""
 
 
 class Status(StrEnum):
@@ -150,6 +152,8 @@ class GuardReport:
     """Name of the key and id of the HTTP request that asked for the image, if a service drew it."""
     glances: list[GlanceRecord] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list, repr=False)
+    painted: Any = field(default=None, repr=False)
+    """Where accepted candidates were painted, [h, w] of booleans; None if none was. It is not part of the JSON."""
 
     @property
     def posture(self) -> JsonDict:
@@ -174,7 +178,7 @@ class GuardReport:
         return sum(e.bytes for e in self.evidence)
 
     def to_dict(self) -> JsonDict:
-        values = {k: v for k, v in vars(self).items() if k != "evidence" and (k, v) != ("caller", None)}
+        values = {k: v for k, v in vars(self).items() if k not in UNSTORED and (k, v) != ("caller", None)}
         values["status"] = str(self.status)
         values["steps"] = [asdict(s) for s in self.steps]
         values["final"] = asdict(self.final)

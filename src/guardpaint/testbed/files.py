@@ -18,6 +18,7 @@ from guardpaint.bases import Base, BaseOptions, load_base, load_inpainter
 from guardpaint.data.judges import Judge, open_judge
 from guardpaint.data.labelers import LOADING, Asking, EndpointLabeler
 from guardpaint.data.prompt_files import load as load_prompts
+from guardpaint.data.prompt_files.policies import OUTSIDE, UNSAFE, policy_category
 from guardpaint.errors import BadConfig, BadInput, MissingCapability
 from guardpaint.policy import Policy
 from guardpaint.store.folders import HUB, resolve
@@ -28,8 +29,6 @@ from guardpaint.types import SAFE
 
 BENIGN = "benign"
 HARMFUL_SPLITS = tuple(split for split in SPLITS if split != BENIGN)
-UNSAFE = "unsafe"
-"""Category of a harmful prompt whose file does not say which harm of the policy it asks for."""
 LISTS = ("keywords", "sentences", "words", "contexts", "subjects")
 BY_HARM = ("open_phrases", "hidden_phrases")
 KEYS = (
@@ -111,7 +110,8 @@ class FileTestbed:
     def harmful(self, split: str, count: int) -> list[Prompt]:
         if split not in HARMFUL_SPLITS:
             raise BadInput(f"split {split!r}: harmful prompts come as {', '.join(HARMFUL_SPLITS)}; choose one of these")
-        return [p for p in self.prompts if p.category != SAFE and split_of(p.text) == split][:count]
+        own = [p for p in self.prompts if p.category not in (SAFE, OUTSIDE) and split_of(p.text) == split]
+        return own[:count]
 
     def benign(self, split: str, count: int) -> list[Prompt]:
         if split != BENIGN:
@@ -233,21 +233,21 @@ class Reader:
             yield from self.file(f"{key}[{i}]", entry, key == "harmful", names)
 
     def file(self, key: str, entry: Any, harmful: bool, names: Sequence[str]) -> Iterable[Prompt]:
-        """Prompts of one file. If the file itself marks prompts as harmful and harmless, only the fitting ones."""
-        allowed = {"file", "format", "category"} if harmful else {"file", "format"}
+        """Prompts of one file; of a file that marks its prompts itself, the fitting ones."""
+        allowed = {"file", "format", "column", *(("category",) if harmful else ())}
         if not isinstance(entry, dict) or not isinstance(entry.get("file"), str) or set(entry) - allowed:
             raise self.wrong(key, entry, f"{{file: PROMPTS.csv}} with any of {', '.join(sorted(allowed - {'file'}))}")
         category = entry.get("category")
         if category is not None and (category == SAFE or (names and category not in names)):
             raise self.wrong(f"{key}.category", category, f"a harm of the policy: {', '.join(names[1:]) or 'any name'}")
-        prompt_file = load_prompts(self.path.parent / entry["file"], entry.get("format"))
-        mixed = {p.harmful for p in prompt_file.prompts} >= {True, False}
-        for p in prompt_file.prompts:
-            if mixed and p.harmful is not harmful:
-                continue
-            harm = p.category if p.category in names else UNSAFE
+        found = load_prompts(self.path.parent / entry["file"], entry.get("format"), entry.get("column"), harmful)
+        fitting = [p for p in found.prompts if p.harmful is harmful]
+        if not fitting:
+            raise self.wrong(key, entry["file"], "a file that does not mark all of its prompts otherwise")
+        for p in fitting:
+            harm = policy_category(p.harms, names) if names else UNSAFE
             seed = p.seed if p.seed is not None else derive("seed", p.text) % 2**31
-            kind = p.category or prompt_file.name
+            kind = p.category or found.name
             yield Prompt(f"{p.source}/{p.id}", p.text, seed, (category or harm) if harmful else SAFE, kind)
 
 

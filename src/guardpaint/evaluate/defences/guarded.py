@@ -12,6 +12,7 @@ import torch
 from guardpaint.bases import Base
 from guardpaint.draft.schedule import prediction_type
 from guardpaint.evaluate.defences.base import Outcome
+from guardpaint.evaluate.outside import PAINTED, packed
 from guardpaint.guard import GuardPaint
 from guardpaint.reinsert.apply import fitting
 
@@ -76,6 +77,8 @@ class Guarded:
                 "ladder": " ".join(str(step["rung"]) for step in report.final.ladder),
                 "error": report.errors[0] if report.errors else "",
             }
+            if report.painted is not None:
+                detail[PAINTED] = packed(report.painted)
             outcomes.append(Outcome(image if released else None, report.status, spent, detail))
         return outcomes
 
