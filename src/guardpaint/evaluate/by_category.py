@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from guardpaint.data.prompt_files.policies import OUTSIDE
 from guardpaint.evaluate.rows import EvaluationRow
-from guardpaint.evaluate.votes import attack_success
 from guardpaint.evaluate.summary import Metrics, Rows, harmful
+from guardpaint.evaluate.votes import attack_success
 from guardpaint.store.results import metric
 
 
