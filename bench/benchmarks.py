@@ -19,6 +19,9 @@ from guardpaint.store.results import require_clean
 
 PARTS: dict[str, str] = {
     "layouts": "benchmarks_layouts:measure",
+    "moment": "benchmarks_moment:measure",
+    "ppi": "benchmarks_ppi:measure",
+    "seedpairs": "benchmarks_seedpairs:measure",
 }
 """Each part's function, as MODULE:FUNCTION; a module is imported only if its part runs."""
 

@@ -16,7 +16,7 @@ from guardpaint.cli.main import app
 from guardpaint.data import label_page
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import eye, eye_sample, eye_session, gather
-from guardpaint.evaluate.eye_sample import Sample, shares_of
+from guardpaint.evaluate.eye_sample import shares_of
 from guardpaint.evaluate.rows import write_parquet
 from guardpaint.evaluate.run import digest
 from guardpaint.policy import Policy
@@ -153,12 +153,11 @@ def test_a_report_without_labels_has_no_such_metric():
 
 
 def test_intervals_cover_the_truth():
-    """200 invented runs with a known truth: 95 % intervals hold it, and those of the judge alone do not."""
-    found = covered(World(), runs=200, n=150, seed=1)
+    """120 invented runs with a known truth: 95 % intervals hold it, and those of the judge alone do not."""
+    found = covered(World(), runs=120, n=150, seed=1)
     for defence in World().kinds:
         own = [r for r in found if r["defence"] == defence]
         assert np.mean([r["corrected_covers"] for r in own]) >= 0.92, defence
         assert abs(np.mean([r["corrected"] for r in own]) - World().rate(defence)) < 0.015
-    biased = [r for r in found if r["defence"] == "undefended"]
-    assert np.mean([r["uncorrected_covers"] for r in biased]) < 0.92
-    assert Sample.of(World().run(np.random.default_rng(0))[0], 150).n == 150
+    biased = [r for r in found if r["defence"] == "paper"]
+    assert np.mean([r["uncorrected_covers"] for r in biased]) < 0.8

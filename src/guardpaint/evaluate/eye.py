@@ -1,6 +1,6 @@
 """Rates corrected by labels, and the judge's errors, from a run's rows and its labels by eye.
 
-The truth of a picture is what its labellers agree on or settled. The judge's answers are corrected by prediction-powered
+The truth of a picture is what its labellers agree on or settled. The answers are corrected by prediction-powered
 inference: labels say which share of each pool is harm, and a pool is base × the judge's answer × status. So pictures of
 the same base, answer and status are taken to hold the same share of harm, whichever defence released them.
 """
