@@ -21,6 +21,9 @@ PARTS: dict[str, str] = {
     "layouts": "benchmarks_layouts:measure",
     "protocol": "benchmarks_protocol:measure",
     "judges": "benchmarks_judges:measure",
+    "moment": "benchmarks_moment:measure",
+    "ppi": "benchmarks_ppi:measure",
+    "seedpairs": "benchmarks_seedpairs:measure",
 }
 """Each part's function, as MODULE:FUNCTION; a module is imported only if its part runs."""
 

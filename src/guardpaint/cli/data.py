@@ -245,8 +245,6 @@ def hand_label(
     policy: PolicyOption = None,
 ) -> None:
     """Label pictures by eye on a local page with the keyboard; run again to go on. Ctrl-C ends it."""
-    import webbrowser
-
     from guardpaint.data import label_page
     from guardpaint.errors import BadInput
 
@@ -256,16 +254,7 @@ def hand_label(
         raise BadInput(f"{keys}: cannot be read ({error})") from error
     items = label_page.find_items(pictures, wanted, count)
     session = label_page.Session(items, load_policy(policy), labeller, out, case or (), several, settle)
-    server, address = label_page.page_server(session, port)
-    typer.echo(f"{session.left()} of {len(items)} pictures to label: {address}  (Ctrl-C to end)")
-    if browser:
-        webbrowser.open(address)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
+    label_page.serve(session, port, browser, typer.echo)
     typer.echo(f"{session.left()} pictures left; {out}")
 
 

@@ -9,7 +9,16 @@ import typer
 from rich.console import Console
 
 from guardpaint.cli import protocols
-from guardpaint.cli.common import CallOption, DeviceOption, MapOption, SeamOption, TestbedOption, opens_bases, warn
+from guardpaint.cli.common import (
+    CallOption,
+    DeviceOption,
+    MapOption,
+    PolicyOption,
+    SeamOption,
+    TestbedOption,
+    opens_bases,
+    warn,
+)
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -296,18 +305,24 @@ def eval_report(
         Path | None,
         typer.Option(help="Weights of LPIPS-VGG: also measure with it what repairs changed outside of their masks."),
     ] = None,
+    policy: PolicyOption = None,
     testbed: TestbedOption = None,
 ) -> None:
-    """Write one results file from finished runs, with KID of benign pictures; all rows are stored beside it."""
+    """Write one results file from finished runs, with KID of benign pictures; all rows are stored beside it.
+
+    Labels by eye of `eval label` correct the rates; the uncorrected ones stand beside them.
+    """
     from guardpaint.evaluate import gather
+    from guardpaint.policy import Policy
     from guardpaint.testbed import References, installed, open_testbed
 
+    rules = Policy.load(policy) if policy else None
     world = open_testbed(testbed) if testbed or installed() else None
     references = None if world is None else world.capability(References)
     if references is None:
         reason = "no testbed is installed" if world is None else f"the testbed {world.name!r} does not have them"
         err.print(f"note: no KID, which needs {References.__doc__}: {reason}", style="yellow", markup=False)
-    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references, lpips)))
+    say_metrics(gather.run(gather.Report(runs, results, adaptive, times, references, lpips, rules)))
 
 
 @app.command("fid")

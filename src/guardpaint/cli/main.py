@@ -20,6 +20,7 @@ from guardpaint.cli import (
     demo,
     doctor,
     evaluate,
+    evaluate_labels,
     generate,
     log,
     presets,
@@ -61,6 +62,8 @@ for name, group in (
     ("eval", evaluate.app),
 ):
     app.add_typer(group, name=name)
+
+evaluate_labels.add_to(evaluate.app)
 
 
 def add_plugins() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import secrets
+import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -297,3 +298,17 @@ def page_server(session: Session, port: int = 0) -> tuple[ThreadingHTTPServer, s
         raise BadInput(f"port {port}: {error.strerror}; choose another with --port") from error
     server.daemon_threads = True
     return server, f"http://127.0.0.1:{server.server_address[1]}/{session.token}/"
+
+
+def serve(session: Session, port: int, browser: bool, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `say` gets its address, and a browser opens it if wanted."""
+    server, address = page_server(session, port)
+    say(f"{session.left()} of {len(session.items)} pictures to label: {address}  (Ctrl-C to end)")
+    if browser:
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()

@@ -14,10 +14,11 @@ import numpy as np
 from jaxtyping import Float
 
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import benign_files, by_category, figures, outside, summary
+from guardpaint.evaluate import benign_files, by_category, eye, figures, outside, summary
 from guardpaint.evaluate.rows import EvaluationRow, read_parquet
 from guardpaint.evaluate.statistics import kid
-from guardpaint.store.checkpoint import read_json
+from guardpaint.policy import Policy
+from guardpaint.store.checkpoint import read_json, write_atomic
 from guardpaint.store.images import load_image, save_image
 from guardpaint.store.results import metric, write_results
 from guardpaint.testbed import Prompt, References
@@ -138,6 +139,8 @@ class Report:
     """Reference pictures for KID; None leaves KID out."""
     lpips: Path | None = None
     """Weights of LPIPS-VGG for the change outside of masks; None leaves that out and keeps SSIM."""
+    policy: Policy | None = None
+    """The policy by which people labelled pictures; None: the default one."""
 
 
 def run(report: Report) -> summary.Metrics:
@@ -156,6 +159,9 @@ def run(report: Report) -> summary.Metrics:
         if name.endswith(".seconds") and times:
             results[name] = times.get(name) or {**results[name], "note": "in batches, beside other processes: rough"}
     results |= {k: m for k, m in times.items() if k == "benign.time_ratio" and k in results}
+    if by_eye := eye.report_metrics(report.folders, rows, report.policy):
+        results |= by_eye
+        write_atomic(report.out.with_name(f"{report.out.stem}-eye.md"), eye.table(by_eye).encode())
     stored = [*(r.to_dict() for r in rows), *(d.to_dict() for d in distances)]
     write_results(report.out, results, stored, seed=0)
     draw(summary.latest(rows), report.out, times)
