@@ -160,9 +160,9 @@ def test_real_bases_need_a_judge_and_a_guard(tmp_path):
     asked = {"name": "jailbreakdiffbench", "data": tmp_path / "data", "bases": [base], "out": tmp_path / "run"}
     with pytest.raises(BadInput, match="--guard"):
         next(command.run(command.ProtocolOptions(**asked, judges=["open_nsfw"])))
-    with pytest.raises(BadInput, match="base sd15: no judge is named"):
+    with pytest.raises(BadInput, match="base sd15: .*--judge vlm:MODEL"):
         next(command.run(command.ProtocolOptions(**asked, guard=str(write_guard(tmp_path / "guard")))))
-    with pytest.raises(BadInput, match="base sd15: no judge is named"):
+    with pytest.raises(BadInput, match="base sd15: .*--judge vlm:MODEL"):
         list(harness.run(harness.RunOptions(str(tmp_path / "data"), [base], ["undefended"], tmp_path / "run")))
 
 

@@ -245,10 +245,10 @@ class Cast:
         world = opened_testbed(self.testbed) if self.testbed or installed() else None
         foreign = [e for e in real if world is None or e.path not in world.bases()]
         if foreign and not isinstance(world, FileTestbed):
-            raise BadInput(
-                f"base {foreign[0].name}: no judge is named, and a testbed's own only knows pictures of its own bases; "
-                "name one with --judge, as in --judge vlm:MODEL"
-            )
+            own = "no testbed is installed"
+            if world is not None:
+                own = f"the judge of the testbed {world.name!r} only knows pictures of {', '.join(world.bases())}"
+            raise BadInput(f"base {foreign[0].name}: {own}; name a judge with --judge, as in --judge vlm:MODEL")
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,8 @@ class EvaluationRow:
         )
         missing: dict[str, Any] = {"git": "unknown", "threads": 0, "config": "", "picture": "", "image": ""}
         drawn = {name: row.get(name, missing[name]) if name in missing else row[name] for name in DRAWN}
-        source, run = (str(row.get(name) or "") for name in NAMED)
-        return cls(**drawn, detail=detail, known=known, verdict=verdict, source=source, run=run)
+        named: dict[str, Any] = {name: row.get(name) or "" for name in NAMED}
+        return cls(**drawn, **named, detail=detail, known=known, verdict=verdict)
 
 
 NAMED = ("source", "drawn_with", "run")
