@@ -22,8 +22,11 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from guardpaint.draft.schedule import sd_scheduler
 from guardpaint.evaluate.inpainter import FULLSIZE, metrics
+from guardpaint.policy import Policy
 from guardpaint.store.results import REVISION, read_rows, require_clean, write_results
-from guardpaint.train.aligner import METHODS, AlignConfig, Aligner, AlignmentBatch
+from guardpaint.train.aligner import Aligner
+from guardpaint.train.alignment_batch import AlignmentBatch
+from guardpaint.train.alignment_config import METHODS, AlignConfig
 from guardpaint.train.engine import TrainConfig
 from guardpaint.train.memory import estimate
 
@@ -37,6 +40,7 @@ def one_step(method: str, pixels: int) -> dict[str, float | str]:
     text = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
                                         num_attention_heads=12, projection_dim=768))  # fmt: skip
     shape = AlignConfig(method=method, rank=64 if method == "sft" else 128, checkpointing=True, unroll_every=1)
+    shape = shape.under(Policy.default())
     side = pixels // 8
     train = TrainConfig(steps=1, batch_size=BATCH, learning_rate=1e-4)
     guess = estimate(unet, shape, train, (4, side, side), text.config)

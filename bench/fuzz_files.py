@@ -37,6 +37,7 @@ from guardpaint.parts.folder import read_settings
 from guardpaint.parts.kinds import load_part
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import write_json
+from guardpaint.store.heap import give_back
 from guardpaint.testing import small
 from guardpaint.verify.weak import weak_settings
 
@@ -406,7 +407,10 @@ def measured(
 
 
 def rss_mb() -> float:
-    """Resident memory of this process."""
+    """Resident memory of this process, without what the heap keeps for later: holes come and go with the order of
+    allocations, and are no growth of the readers."""
+    gc.collect()
+    give_back()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 

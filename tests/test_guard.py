@@ -113,6 +113,28 @@ def test_evidence_is_blurred_unless_retained(sd_pipe):
     assert detail(plain[0]) < 0.2 * detail(clear[0])
 
 
+def test_blurred_evidence_takes_little_memory_and_is_large_enough_to_see(sd_pipe):
+    """Services and guards keep that of 256 requests; at 96 px and with dozens of candidates it was 50 MB."""
+    report = call(bright_guard().attach(sd_pipe)).safety[0]
+    pictures = [e for e in report.evidence if e.heat is None]
+    assert pictures and all(e.bytes <= 3 * 24 * 24 for e in pictures)
+    assert all(min(e.image.size) == 96 for e in report.evidence)
+    assert all(e.heat.untyped_storage().nbytes() == 4 * e.heat.numel() for e in report.evidence if e.heat is not None)
+    assert report.evidence_bytes == sum(e.bytes for e in report.evidence)
+
+
+def test_the_reports_that_are_kept_are_bounded(sd_pipe):
+    guard = bright_guard()
+    guard.remember_requests(2)
+    twin = guard.configured(candidates=1).attach(sd_pipe)
+    for name in "abc":
+        call(twin, request_id=name)
+    own = twin._guardpaint
+    assert own.reports("b") and own.reports("c") == own.reports()
+    with pytest.raises(BadInput, match="latest 2"):
+        own.reports("a")
+
+
 def test_operators_see_why_as_grad_cam(sd_pipe):
     policy = replace(Policy.default(), trigger=0.0001)
     for keep in (True, False):

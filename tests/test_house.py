@@ -41,6 +41,7 @@ ORDER = (
     "train",
     "evaluate",
     "serve",
+    "recipe",
     "cli",
 )
 """A module imports from its own room or from rooms before it, inside functions too; no two rooms share a place."""

@@ -17,7 +17,8 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.store import plugins
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
-from guardpaint.verify.seam import LpipsVGG, PixelSeam
+from guardpaint.verify.lpips import LpipsVGG
+from guardpaint.verify.seam import PixelSeam
 
 OWN = """
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def test_the_manifest_names_kind_source_options_and_hash_of_every_part(tmp_path)
     guard = small.guard()
     guard.save_pretrained(tmp_path)
     values = manifest_of(tmp_path)
-    assert values["version"] == 2 and set(values["parts"]) == {"auditor", "repairer", "proposer"}
+    assert values["version"] == 2 and set(values["parts"]) == {"auditor", "repairer", "proposer", "seam"}
     for role in ("auditor", "repairer"):
         assert values["parts"][role]["sha256"] == folder_digest(tmp_path / role)
     again = GuardPaint.from_pretrained(tmp_path)

@@ -10,8 +10,9 @@ from helpers import call
 from PIL import Image
 from typer.testing import CliRunner
 
+from guardpaint.bases import load_guard
 from guardpaint.cli.main import app
-from guardpaint.errors import BadCheckpoint, BadConfig, MissingPackage
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput, MissingPackage
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
 from guardpaint.parts.presets import PRESETS, RANDOM, REAL
@@ -49,6 +50,15 @@ def hub(repositories, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return asked
+
+
+def test_the_embedded_guard_is_refused_on_a_foreign_base_by_its_preset_s_name_too():
+    with pytest.raises(BadInput, match="only knows the world"):
+        load_guard("preset:dolls", None, print, "hub:somebody/xl")
+    notes = []
+    assert load_guard("preset:dolls", None, notes.append, "tiny-sd").parts.auditor and not notes
+    with pytest.raises(BadConfig, match="of its own"):
+        GuardPaint.from_preset("dolls", decoders={})
 
 
 @pytest.mark.parametrize("name", ["zero-shot", "zero-shot-sdxl"])

@@ -55,7 +55,10 @@ def test_a_wheel_holds_each_weight_once(wheels):
 
 def test_the_product_wheel_has_nothing_of_the_world(wheels):
     with zipfile.ZipFile(wheels["guardpaint"]) as archive:
-        assert not [n for n in archive.namelist() if "paperdolls" in n or n.endswith(".safetensors")]
+        weights = {n for n in archive.namelist() if n.endswith(".safetensors") and "/readouts/" not in n}
+        assert weights == {"guardpaint/assets/lpips_alex.safetensors"}
+        assert "guardpaint/assets/lpips_alex.LICENSE.txt" in archive.namelist()
+        assert not [n for n in archive.namelist() if "paperdolls" in n]
 
 
 @pytest.mark.parametrize(

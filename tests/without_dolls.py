@@ -99,8 +99,6 @@ def commands(root: Path) -> dict[str, list[str]]:
         "inpainter": ["inpainter", "--model", f"base={root / 'fill'}", "--results", root / "x.json", *world],
         "proposers": ["proposers", *guard, "--rollouts", root / "rollouts", "--trials", 0, "--results",
                       root / "proposer.json", *world],
-        "history": ["history", "--inpainter", root / "fill", "--sft", root / "fill", "--pairs", root / "pairs", "--out",
-                    root / "history", "--results", root / "history.json"],
         "no testbed": ["attack", "pgj", "--out", root / "attacks"],
     }  # fmt: skip
     evaluated = {name: ["eval", *args] for name, args in found.items()}

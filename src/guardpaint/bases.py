@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -158,11 +158,19 @@ def installed_base(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_inpainter(name: str) -> Any:
-    """An inpainting pipeline by registered name or from a directory, in fp32."""
-    from guardpaint.draft.loading import load_pipeline
+    """An inpainting pipeline by registered name, from a directory or the hub, in fp32.
 
-    named = name in named_bases()
-    pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load() if named else load_pipeline(name)
+    Weights that are stored in half precision are read too, also those of a folder that has nothing but a variant.
+    """
+    from guardpaint.draft.intact import only_variant
+    from guardpaint.draft.loading import open_folder, pipeline_folder
+    from guardpaint.draft.options import FP32
+
+    if name in named_bases():
+        pipe = plugins.load(plugins.BASES, name, f"inpainter {name!r}").load()
+    else:
+        folder = pipeline_folder(name, FP32)
+        pipe = open_folder(folder, replace(FP32, variant=only_variant(folder)))
     if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
         raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe
@@ -175,25 +183,36 @@ EMBEDDED_ONLY = (
 
 
 def load_guard(
-    name: str | None, policy: Path | None, warn: Callable[[str], None], base: str | None = None, **config: Any
+    name: str | None,
+    policy: Path | None,
+    warn: Callable[[str], None],
+    base: str | None = None,
+    seam: str | None = None,
+    **config: Any,
 ) -> GuardPaint:
     """A guard from a folder or the hub, the embedded one (no name), or a random-initialised one (`tiny`).
 
-    The embedded guard is refused on a base that it was not trained for.
+    The embedded guard is refused on a base that it was not trained for. `seam` names another seam metric for it.
     """
     from guardpaint.guard import GuardPaint
+    from guardpaint.parts.presets import DOLLS, PRESET
     from guardpaint.policy import Policy
+    from guardpaint.verify.seam import open_seam
 
+    if name == f"{PRESET}{DOLLS}":  # the embedded guard by another name
+        name = None
     if name == "tiny":
         from guardpaint.testing import small
 
         warn(UNTRAINED)
         guard = small.guard(**config)
+        if seam is not None:
+            guard.parts = replace(guard.parts, seam=open_seam(seam, guard.parts.auditor))
         return guard if policy is None else guard.configured(policy=Policy.load(policy))
     if name is not None:
-        return GuardPaint.from_pretrained(name, policy=policy, **config)
+        return GuardPaint.from_pretrained(name, policy=policy, seam=seam, **config)
     if base is None:
         warn(EMBEDDED_ONLY)
     elif base not in named_bases() and not base.startswith(SMALL):
         raise BadInput(f"base {base!r}: not one of {known_names()}; any other needs --guard, {EMBEDDED_ONLY}")
-    return GuardPaint.embedded(policy=policy, **config)
+    return GuardPaint.embedded(policy=policy, seam=seam, **config)

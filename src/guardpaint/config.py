@@ -166,6 +166,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "direct_blend",
         "ddim_inversion",
         "null_text",
+        "null_text_single",
         "flow_ode",
         "x0_substitution",
         "held_substitution",
@@ -190,6 +191,25 @@ RANGES: dict[str, tuple[float, float]] = {
     "repair_batch": (1, 64),
     "timeout_s": (0.0, 86400.0),
 }
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """Which gates the utility has. A proposer learns under them, so it should be used under the same."""
+
+    f_gate: str
+    f_drop: float
+    p_gate: str
+
+    @classmethod
+    def from_dict(cls, values: Any) -> GateSettings:
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise BadConfig(f"gate={shown(values)}: give {', '.join(f.name for f in fields(cls))}") from error
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 @dataclass(frozen=True)
@@ -310,6 +330,11 @@ class GuardConfig:
             return cls(**values)
         except TypeError as error:
             raise BadConfig(f"guard settings: {error}") from error
+
+    @property
+    def gate(self) -> GateSettings:
+        """The gates of the utility."""
+        return GateSettings(self.f_gate, self.f_drop, self.p_gate)
 
     def mask_level_at(self, progress: float) -> float:
         """Heat-map level of the calibrated mask threshold at this progress."""

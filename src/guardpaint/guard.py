@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ import yaml
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from guardpaint.audit.model import AuditorScorer
 from guardpaint.config import GuardConfig
 from guardpaint.doors.attach import attach
 from guardpaint.doors.calls import finished_output
@@ -33,7 +31,7 @@ from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.parts import presets
-from guardpaint.parts.checks import check_categories, check_scores
+from guardpaint.parts.checks import check_categories, check_scores, other_gate
 from guardpaint.parts.folder import early_exits, load_readouts, read_settings
 from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.parts.sharing import Hub, push
@@ -46,12 +44,15 @@ from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, write_atomic, write_json
 from guardpaint.store.folders import Access, resolve
 from guardpaint.store.manifest import MANIFEST, ROLES, VERSION
+from guardpaint.store.recent import Recent
 from guardpaint.types import Approver, Audit, Auditor, JsonDict, Proposer, Repairer, SeamMetric
+from guardpaint.verify.lpips import LpipsAlex
 from guardpaint.verify.parts import Parts
-from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam
+from guardpaint.verify.seam import BackboneSeam, open_seam, own_seam
 from guardpaint.verify.weak import WeakSetting, weak_settings
 
-REMEMBERED = 256
+REMEMBERED, KEPT_BYTES = 256, 2**28
+"""Of how many requests the reports are kept, and how many bytes their pictures may take."""
 FITTING = "give the guard one that fits (decoders=…), or none (decoders={})"
 WITHOUT_WEIGHTS = (NativeRepairer, UniformProposer, FixedProposer)
 
@@ -89,13 +90,12 @@ class GuardPaint:
     ) -> None:
         policy = policy or Policy.default()
         check_categories(auditor, approver, policy)
-        if seam is None:
-            seam = BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
         config = config or GuardConfig()
         if config.keep and ranker is None:
             raise BadConfig(f"keep={config.keep}: leaving candidates out needs a ranker; pass one, or set keep=0")
         proposer = proposer or UniformProposer()
         check_scores(auditor, proposer, ranker)
+        seam = LpipsAlex.load() if seam is None else seam
         self.parts = Parts(auditor, repairer, proposer, seam, policy, config, ranker, approver)
         unknown = sorted(set(decoders or {}) - {f.name for f in FAMILIES})
         if unknown:
@@ -108,7 +108,7 @@ class GuardPaint:
         self.exits = early_exits(self.decoders, readouts or {})
         """Early exits of the tiny decoders, by family."""
         self.audit_log = audit_log
-        self._reports: OrderedDict[str, list[GuardReport]] = OrderedDict()
+        self._reports: Recent[list[GuardReport]] = Recent(REMEMBERED, KEPT_BYTES)
         self._lock = threading.Lock()
         self._thread = ThreadCalls()
         self._weights: dict[str, str] = {}
@@ -136,6 +136,7 @@ class GuardPaint:
             audit_log=self.audit_log,
         )
         other.exits = self.exits  # fitted once for both
+        other.remember_requests(self._reports.most)
         return other
 
     # Doors -------------------------------------------------------------------------------------------------
@@ -143,8 +144,7 @@ class GuardPaint:
     def attach(self, pipe: Any) -> Any:
         """A guarded twin; the pipeline you pass stays as it is. Supports SD 1.5, SDXL, SD 3/3.5, FLUX."""
         self.check_views(pipe)
-        if self.parts.uncovered:
-            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=2)
+        self.say_uncovered()
         return attach(self, pipe)
 
     @contextmanager
@@ -160,6 +160,7 @@ class GuardPaint:
     ) -> Iterator[WatchCallback]:
         """Guard one call of your own object; pass the callback on and close with `finish(out)`."""
         self.check_views(pipe)
+        self.say_uncovered(stacklevel=4)  # past the context manager
         options = WatchOptions(height, width, safety_prompt, seed, request_id)
         with watch(self, pipe, options) as callback:
             self._thread.watched = callback.call
@@ -251,25 +252,35 @@ class GuardPaint:
             )
         return tiny
 
+    def say_uncovered(self, stacklevel: int = 3) -> None:
+        """Warn of the policy's categories that no part can tell, which the policy accepts."""
+        if self.parts.uncovered:
+            warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
+
     # Reports -----------------------------------------------------------------------------------------------
 
     def remember(self, reports: list[GuardReport]) -> None:
         if not reports:
             return
         with self._lock:
-            self._reports[reports[0].request_id] = reports
-            while len(self._reports) > REMEMBERED:
-                self._reports.popitem(last=False)
+            self._reports.put(reports[0].request_id, reports, sum(r.evidence_bytes for r in reports))
         self._thread.latest = reports
 
     def reports(self, request_id: str | None = None) -> list[GuardReport]:
-        """Reports of a request (the latest 256 are kept), or of this thread's latest one."""
+        """Reports of a request (the latest 256 are kept, if their pictures take no more than 256 MB), or of this
+        thread's latest one."""
         if request_id is None:
             return self._thread.latest or []
         with self._lock:
-            if request_id not in self._reports:
-                raise BadInput(f"no request {request_id!r} among the latest {REMEMBERED}")
-            return self._reports[request_id]
+            found = self._reports.get(request_id)
+        if found is None:
+            raise BadInput(f"no request {request_id!r} among the latest {self._reports.most}")
+        return found
+
+    def remember_requests(self, most: int) -> None:
+        """Keep the reports of so many requests, and at least those of the latest one; a service keeps its own."""
+        with self._lock:
+            self._reports = Recent(most, KEPT_BYTES)
 
     def running(self, call: GuardedCall | None) -> None:
         """Set the call that this thread is running."""
@@ -375,8 +386,10 @@ class GuardPaint:
     def chosen_parts(self) -> dict[str, Any]:
         """The parts by role, without those that a guard has by itself."""
         found = {role: getattr(self.parts, role) for role in ROLES}
-        own_seam = isinstance(self.parts.seam, BackboneSeam) and self.parts.seam.auditor is self.parts.auditor
-        return {role: part for role, part in found.items() if part is not None and not (role == "seam" and own_seam)}
+        seam = self.parts.seam
+        if isinstance(seam, BackboneSeam) and seam.auditor is self.parts.auditor:
+            del found["seam"]
+        return {role: part for role, part in found.items() if part is not None}
 
     @classmethod
     def embedded(cls, **changes: Any) -> GuardPaint:
@@ -391,7 +404,7 @@ class GuardPaint:
         device: str | torch.device | None = None,
         policy: Policy | str | Path | None = None,
         token: str | None = None,
-        seam: SeamMetric | None = None,
+        seam: SeamMetric | str | None = None,
         decoders: dict[str, Any] | None = None,
         audit_log: RecordWriter | None = None,
         **changes: Any,
@@ -401,12 +414,15 @@ class GuardPaint:
         `decoders` are tiny decoders by family in place of the preset's; {} for none.
         """
         chosen = presets.preset(name)
-        if chosen.name == "dolls":
-            guard = cls.embedded(policy=policy, audit_log=audit_log, **changes)
+        if chosen.name == presets.DOLLS:
+            if decoders is not None:
+                raise BadConfig("preset dolls has decoders of its own, which cannot be replaced")
+            guard = cls.embedded(policy=policy, seam=seam, audit_log=audit_log, **changes)
             return guard if device is None else guard.to(device)
         if not isinstance(policy, Policy):
             policy = presets.policy_of(chosen) if policy is None else Policy.load(policy)
-        parts = presets.parts_of(chosen, policy, token) | ({} if seam is None else {"seam": seam})
+        parts = presets.parts_of(chosen, policy, token)
+        parts["seam"] = open_seam(seam, parts["auditor"]) if isinstance(seam, str) else seam
         config = GuardConfig.from_dict({**chosen.config, **changes})
         for weak in weak_settings(policy, config):
             warnings.warn(f"preset {chosen.name}: {weak}", stacklevel=2)
@@ -421,7 +437,7 @@ class GuardPaint:
         path_or_repo: str | Path,
         *,
         policy: Policy | str | Path | None = None,
-        lpips: str | Path | None = None,
+        seam: SeamMetric | str | None = None,
         audit_log: RecordWriter | None = None,
         revision: str | None = None,
         token: str | None = None,
@@ -429,10 +445,11 @@ class GuardPaint:
     ) -> GuardPaint:
         """Load a guard from a directory, from the hub as `hub:owner/name`, or a preset as `preset:name`.
 
-        `changes` override its GuardConfig. Missing parts raise. Every setting that opens a door is warned of.
+        `changes` override its GuardConfig. `seam` replaces its seam metric: one, or a name as in `open_seam`; a guard
+        whose manifest names none takes its auditor's backbone. Missing parts raise. Every setting that opens a door is
+        warned of.
         """
         if str(path_or_repo).startswith(presets.PRESET):
-            seam = None if lpips is None else LpipsVGG.from_file(lpips)
             name = str(path_or_repo)
             return cls.from_preset(name, policy=policy, token=token, seam=seam, audit_log=audit_log, **changes)
         directory = resolve(path_or_repo, access=Access(revision, token))
@@ -450,6 +467,8 @@ class GuardPaint:
         auditor, calibration = parts["auditor"], config.calibration
         if calibration is not None and calibration.auditor not in ("", auditor.digest()):
             raise BadCheckpoint(f"{directory}: thresholds calibrated for another auditor; run `guardpaint calibrate`")
-        if lpips is not None:
-            parts["seam"] = LpipsVGG.from_file(lpips)
+        if (other := other_gate(parts["proposer"], config)) is not None:
+            warnings.warn(f"{directory}: {other}", stacklevel=2)
+        if seam is not None or "seam" not in parts:
+            parts["seam"] = open_seam(seam, auditor) if isinstance(seam, str) else seam or own_seam(auditor)
         return cls(**parts, policy=policy, config=config, decoders=decoders, readouts=readouts, audit_log=audit_log)

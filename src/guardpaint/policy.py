@@ -30,6 +30,8 @@ class Category:
     exemptions: tuple[str, ...] = ()
     weight: float = 1.0
     """Class weight of the auditor's training loss."""
+    repair_weight: float | None = None
+    """Class weight of the inpainter's alignment loss; None for the same as `weight`."""
     threshold: float | None = None
     """The category is also flagged when its probability reaches this. A threshold can only make the rule stricter."""
     safe_prompt: str = ""
@@ -59,14 +61,17 @@ class PlainYaml(yaml.SafeLoader):
 
 
 TEXTS = ("name", "definition", "safe_prompt", "uncovered")
+NUMBERS = ("weight", "threshold", "repair_weight")
+"""The first always has a value; the others may be null."""
 
 
 def category(value: Any) -> Category:
     """A category from a mapping of a policy file."""
     values = dict(value)
     fields: dict[str, Any] = {k: text(values.pop(k), k) for k in TEXTS if k in values}
-    fields |= {k: number(values.pop(k), k) for k in ("weight", "threshold") if values.get(k) is not None}
-    values.pop("threshold", None)
+    fields |= {k: number(values.pop(k), k) for k in NUMBERS if values.get(k) is not None}
+    for k in NUMBERS[1:]:
+        values.pop(k, None)
     exemptions = texts(values.pop("exemptions", ()), "exemptions")
     if values:
         raise TypeError(f"unknown key(s) {', '.join(map(str, values))[:200]} of a category")
@@ -129,6 +134,8 @@ class Policy:
                 raise BadConfig(f"category {c.name}: uncovered={c.uncovered!r} can only be 'accepted'")
             if not (math.isfinite(c.weight) and c.weight > 0):
                 raise BadConfig(f"category {c.name}: weight={c.weight} must be positive")
+            if c.repair_weight is not None and not (math.isfinite(c.repair_weight) and c.repair_weight > 0):
+                raise BadConfig(f"category {c.name}: repair_weight={c.repair_weight} must be positive")
         unknown = [s for s in self.last_resort if s not in LADDER]
         if unknown or not self.last_resort or self.last_resort[-1] not in ("block", "keep"):
             raise BadConfig(
@@ -139,6 +146,11 @@ class Policy:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.categories)
+
+    @property
+    def repair_weights(self) -> tuple[float, ...]:
+        """Class weights of the inpainter's alignment loss, in the order of the categories."""
+        return tuple(c.weight if c.repair_weight is None else c.repair_weight for c in self.categories)
 
     def category(self, name: str) -> Category:
         for c in self.categories:
@@ -190,6 +202,7 @@ class Policy:
                     "definition": c.definition,
                     "exemptions": list(c.exemptions),
                     "weight": c.weight,
+                    **({} if c.repair_weight is None else {"repair_weight": c.repair_weight}),
                     **({} if c.threshold is None else {"threshold": c.threshold}),
                     "safe_prompt": c.safe_prompt,
                     **({"uncovered": c.uncovered} if c.uncovered else {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -17,12 +17,13 @@ from guardpaint.audit.approvers import (
     SecondLook,
     SecondLookSettings,
 )
+from guardpaint.audit.contract import check_probabilities
 from guardpaint.audit.ensemble import Ensemble, EnsembleSettings, hottest, worst
 from guardpaint.audit.levels import probabilities
 from guardpaint.data.approver import VlmApprover, VlmSettings
 from guardpaint.data.labelers import ShieldLabeler
 from guardpaint.data.questions import Answer
-from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.parts.kinds import kind_of, part_class
 from guardpaint.policy import Policy
@@ -30,7 +31,6 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, Raises
 from guardpaint.types import Approval, Approver, Audit
-from guardpaint.verify.parts import check_probabilities
 
 POLICY = Policy.default()
 IMAGE = torch.rand(3, 48, 64, generator=torch.Generator().manual_seed(4))
@@ -279,6 +279,59 @@ def test_a_broken_member_breaks_the_ensemble():
         Ensemble([AlwaysSafe(), Raises()]).audit(IMAGE[None], [None], 0.0)
     with pytest.raises(BadConfig, match="at least one member"):
         Ensemble([])
+
+
+BROKEN = {
+    "not a number": {"safe": float("nan"), "nudity": float("nan"), "violence": float("nan")},
+    "a category left out": {"safe": 0.9, "violence": 0.1},
+    "all zero": {"safe": 0.0, "nudity": 0.0, "violence": 0.0},
+}
+
+
+@pytest.mark.parametrize("probs", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_the_scores_that_a_member_does_not_give_are_not_those_of_the_others(probs, first):
+    """max(0.01, NaN) is 0.01: a member that broke must not count as one that saw nothing."""
+
+    class Strange(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            broken = {"probs": probs, "safety": probs["safe"], "adv_prob": 1 - probs["safe"]}
+            return [replace(a, **broken) for a in super().audit(images, prompts, noise)]
+
+    class Stranger(Says):
+        def approve(self, image, prompt, edited):
+            return Approval(probs, self.name)
+
+    auditors = [Strange(), AlwaysSafe()] if first else [AlwaysSafe(), Strange()]
+    with pytest.raises((BadInput, NotFinite)):
+        Ensemble(auditors).audit(IMAGE[None], [None], 0.0)
+    with pytest.raises((BadInput, NotFinite)):
+        SecondLook(Strange()).approve(IMAGE, None, False)
+    both = {"nudity": 0.01, "violence": 0.01}
+    approvers = [Stranger(both), Says(both)] if first else [Says(both), Stranger(both)]
+    with pytest.raises((BadInput, NotFinite), match="says"):
+        ApproverEnsemble(approvers).approve(IMAGE, None, True)
+    with pytest.raises((BadInput, NotFinite), match="says"):
+        Cascade(*approvers).approve(IMAGE, None, True)
+
+
+@pytest.mark.parametrize("score", ["quality", "suppression"])
+def test_a_member_s_score_that_is_no_number_is_not_left_out(score):
+    class Strange(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            return [replace(a, **{score: float("nan")}) for a in super().audit(images, prompts, noise)]
+
+    with pytest.raises(NotFinite):
+        Ensemble([AlwaysSafe(), Strange()]).audit(IMAGE[None], [None], 0.0)
+
+
+def test_an_auditor_that_states_too_high_a_safety_is_not_believed():
+    class Boasts(AlwaysUnsafe):
+        def audit(self, images, prompts, noise):
+            return [replace(a, safety=1.0) for a in super().audit(images, prompts, noise)]
+
+    assert Ensemble([AlwaysSafe(), Boasts()]).audit(IMAGE[None], [None], 0.0)[0].safety == pytest.approx(0.01)
+    assert SecondLook(Boasts()).approve(IMAGE, None, False).probs["safe"] == pytest.approx(0.01)
 
 
 def test_a_member_of_no_kind_is_named_when_it_is_saved(tmp_path):

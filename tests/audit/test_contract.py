@@ -9,11 +9,11 @@ import pytest
 import torch
 from detectors import EVERY
 
+from guardpaint.audit.contract import check_audit
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.errors import BadConfig
 from guardpaint.parts.kinds import kind_of, part_class
 from guardpaint.types import SAFE, Auditor
-from guardpaint.verify.parts import check_audit
 
 PICTURES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(3))
 PROMPTS = ["a cat", None, "a dog on a meadow"]

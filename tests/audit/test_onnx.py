@@ -113,3 +113,14 @@ def test_nothing_is_imported_before_it_is_needed():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_moving_it_where_it_is_opens_no_session(monkeypatch):
+    """An evaluation moves its guard before every batch."""
+    auditor = OnnxAuditor()
+    before = auditor.session
+    assert auditor.to("cpu") is auditor and auditor.to(torch.device("cpu")).session is before
+    opened = []
+    monkeypatch.setattr("guardpaint.audit.open_nsfw.open_session", opened.append)
+    auditor.to("cuda:0").to("cuda:0")
+    assert opened == ["cuda:0"]

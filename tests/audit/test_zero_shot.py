@@ -174,3 +174,12 @@ def test_settings_that_do_not_fit_are_named(changes, word):
 def test_a_contrast_survives_json():
     value = prompts_of(POLICY)["violence"]
     assert Contrast.from_json(value) == contrasts(POLICY)["violence"]
+
+
+def test_moving_it_where_it_is_forgets_no_text():
+    """An evaluation moves its guard before every batch."""
+    auditor = zero_shot("clip")
+    auditor.audit(PICTURES, [None, None], 0.0)
+    before = dict(auditor.encoder._texts)
+    auditor.to("cpu")
+    assert before and all(auditor.encoder._texts[line] is vector for line, vector in before.items())

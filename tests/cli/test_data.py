@@ -33,8 +33,8 @@ class Drawing(Bare):
     def lessons(self, views, settings):
         raise AssertionError("the data commands train nothing")
 
-    def make_pairs(self, out, split, unsafe, safe, auditor=None):
-        self.asked.append((split, unsafe, safe, auditor))
+    def make_pairs(self, out, split, unsafe, safe, auditor=None, config=None):
+        self.asked.append((split, unsafe, safe, type(auditor).__name__))
         return 7
 
     def rows(self, split, skip=0):
@@ -83,8 +83,12 @@ def test_with_it_each_command_does_its_work(tmp_path, monkeypatch):
     assert made.output.strip().endswith("views.pt")
     counts = {"renoised": 3, "redrawn": 2, "trajectories": 1}
     assert world.asked.pop() == ("tiny-sd", "test", counts, "AutoencoderTiny", "AuditorScorer")
-    made = run(app, ["pairs", str(tmp_path), "--count", "4", "--safe", "1"], catch_exceptions=False)
-    assert "7 new pairs" in made.output and world.asked.pop() == ("train", 4, 1, None)
+    for options, kind in (
+        (["--auditor", str(tmp_path / "auditor")], "AuditorScorer"),
+        (["--masks", "truth"], "NoneType"),
+    ):
+        made = run(app, ["pairs", str(tmp_path), "--count", "4", "--safe", "1", *options], catch_exceptions=False)
+        assert "7 new pairs" in made.output and world.asked.pop() == ("train", 4, 1, kind)
     made = run(app, ["ingest", str(manifest(tmp_path)), "--out", str(tmp_path / "c")], catch_exceptions=False)
     assert "4 kept" in made.output
     assert [e.prompt for e in Corpus(tmp_path / "c")] == [f"train {i}" for i in range(4)]

@@ -145,7 +145,7 @@ def test_bad_sources_are_named(change, message, tmp_path):
     with pytest.raises((BadConfig, BadInput), match=message):
         source = sources.Source(**{**base, **change})
         rows = sources.stream(source, open_dataset=open_dataset)
-        sources.take(next(iter(rows)), source, [], set(), {"read": 0})
+        sources.take(next(iter(rows)), source, sources.Batch(), set(), {"read": 0})
 
 
 def test_the_papers_manifest_lists_its_seven_sources():

@@ -10,23 +10,27 @@ import importlib.util
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import EulerDiscreteScheduler
 
 import guardpaint
+from guardpaint.config import Scope
 from guardpaint.doors.comfy import guarded
 from guardpaint.draft.codec import vae_decode, vae_encode
 from guardpaint.draft.schedule import Levels, sd_scheduler
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
+from guardpaint.policy import Policy
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, Raises, constant_audit
-from guardpaint.types import Level
+from guardpaint.types import Audit, Level
 
 NODES = Path(__file__).parents[2] / "integrations" / "comfyui" / "__init__.py"
 CPU = torch.device("cpu")
@@ -163,6 +167,37 @@ def test_an_accepted_repair_is_held_to_the_end():
     assert torch.allclose(out[0][inside], session.holds[0].z0[inside], atol=0.05)
     _, reports = session.release(vae.decode(out * 2))
     assert all(any(s.reinsertion for s in r.steps) for r in reports)
+
+
+def test_steps_are_audited_in_tiles_too():
+    """The bright side is all of some tiles, and not enough of the whole picture."""
+    scope = Scope(side=32, pixels=(32, 64), guidance=(0.0, 10.0), steps=(1, 50))
+    picture = vae_decode(Vae().net, setting(AlwaysSafe())[3][:1], CPU)[0]
+    brightest = float(F.avg_pool2d(picture.mean(0)[None], 32, 16).max())
+    gain = 0.4 / ((float(picture.mean()) + brightest) / 2)
+    model, session, _, clean, noise, _ = setting(FlagsBright(gain), scope=scope, band=0.0)
+    model.sample(clean, SIGMAS, noise)
+    first = session.images[0].recorder.steps[0]
+    assert first.view == "x0" and first.triggered and first.audits[0].tiles == 9 and first.audits[0].tile is not None
+
+
+def test_what_no_part_can_tell_is_in_the_report():
+    own = Policy.default()
+    accepted = tuple(replace(c, uncovered="accepted") if c.name == "violence" else c for c in own.categories)
+
+    class NudityOnly(AlwaysSafe):
+        def audit(self, images, prompts, noise):
+            size = min(images.shape[-2:])
+            return [Audit.from_scores({"safe": 0.9, "nudity": 0.1}, pixels=size) for _ in prompts]
+
+    nudity = NudityOnly(categories=("safe", "nudity"), absent=frozenset({"F", "P", "B"}))
+    guard = GuardPaint(nudity, PaintsFlat(), FixedProposer(), policy=replace(own, categories=accepted))
+    with pytest.warns(UserWarning, match="can tell violence"):
+        _, session = guarded(Model(), Vae(), guard, "a person", 5)
+    _, (report,) = session.release(torch.zeros(1, 64, 64, 3))
+    assert report.status == "clean" and not report.errors
+    skipped = report.effective_settings["skipped"]
+    assert {"what": "category violence", "why": "no part can tell it; the policy accepts that"} in skipped
 
 
 def test_what_stays_unsafe_is_withheld():

@@ -182,11 +182,12 @@ def test_a_rule_that_would_give_way_is_not_tried_under_its_name(family):
             "ddpm_noise",
             "ddim_inversion",
             "null_text",
+            "null_text_single",
         )
     }
     refused = {rule for rule, why in reasons.items() if why}
     only = {"ddpm_noise", "ddim_inversion"} if flow else {"flow_ode"}
-    assert refused == only | ({"null_text"} if family == "flux" else set())
+    assert refused == only | ({"null_text", "null_text_single"} if family == "flux" else set())
     assert guarded.variants(guard)["paper"].applies(a_base(family)) == ""
 
 

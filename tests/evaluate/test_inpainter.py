@@ -1,8 +1,6 @@
-"""Inpainters side by side: rows from real pipelines, numbers from rows by hand, history by flags."""
+"""Inpainters side by side: rows from real pipelines, and numbers from rows by hand."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -10,17 +8,12 @@ import torch
 from helpers import small_inpainter
 from PIL import Image
 
-from guardpaint.data import pairs as make
-from guardpaint.draft.loading import load_pipeline
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import history, inpainter
-from guardpaint.policy import Policy
+from guardpaint.evaluate import inpainter
 from guardpaint.store.results import read_rows
 from guardpaint.testbed import open_testbed
-from guardpaint.train.pair_latents import encode_pairs
 from guardpaint.verify.seam import PixelSeam
 from paperdolls.oracle import Oracle, OracleConfig, OracleNet
-from paperdolls.pairs import make_pairs
 
 
 @pytest.fixture(scope="module")
@@ -83,38 +76,3 @@ def test_numbers_come_from_rows():
 def test_no_model_is_named(tmp_path):
     with pytest.raises(BadInput, match="name at least one model"):
         inpainter.run({}, tmp_path / "x.json", 4, inpainter.Bench.in_world(open_testbed("paperdolls"), PixelSeam()))
-
-
-def test_history_is_retold_by_flags(home, tmp_path, monkeypatch):
-    """Two chapters on a small model: a row per measurement, a table with what was seen."""
-    pipe = load_pipeline(home / "inpainter")
-    for split in ("train", "validation"):
-        make_pairs(tmp_path / "pairs", split, 6, 4, None)
-        encode_pairs(make.PairStore(tmp_path / "pairs"), split, pipe, Policy.default())
-    monkeypatch.setattr(
-        history, "CHAPTERS", {k: history.CHAPTERS[k] for k in ("BCO without SFT", "BCO, refreshed reference")}
-    )
-    where = str(home / "inpainter")
-    table = history.run(where, where, tmp_path / "pairs", tmp_path / "runs", tmp_path / "h.json", 3, rank=4)
-    assert table.count("\n") == 4 and "BCO, refreshed reference" in table
-    config = json.loads((tmp_path / "runs/01/config.yaml").read_text())
-    assert config["model"]["reference"] == "refresh"
-    found = json.loads((tmp_path / "h.json").read_text())
-    assert "BCO without SFT.gap_n" in found["metrics"]
-
-
-def test_the_table_names_when_a_fault_was_first_seen():
-    base = dict.fromkeys(history.SHOWN, "0.5")
-    rows = [
-        {"chapter": "A", "step": "10", "alarms": "", **base},
-        {"chapter": "A", "step": "20", "alarms": "smudging: x; word_keying: y", **base},
-        {"chapter": "A", "step": "30", "alarms": "smudging: z", **base},
-    ]
-    assert "smudging (step 20), word_keying (step 20)" in history.markdown(rows)
-
-
-def test_every_chapter_is_a_valid_config():
-    from guardpaint.train.align import AlignConfig
-
-    for method, _, options in history.CHAPTERS.values():
-        AlignConfig(method=method, rank=4, **options)

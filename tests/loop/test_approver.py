@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jsonschema
 import pytest
 import torch
 from helpers import bright_guard, call
 
+from guardpaint.config import Scope
 from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.log_replay import replay
@@ -192,6 +193,12 @@ def test_a_score_that_is_missing_without_being_declared_absent_blocks(sd_pipe):
     assert report.status == "blocked" and "does not declare absent" in report.errors[0]
 
 
+def test_an_uncovered_category_is_said_when_a_call_is_watched_too(sd_pipe):
+    guard = GuardPaint(BareScores(), PaintsFlat(), policy=accepting())
+    with pytest.warns(UserWarning, match="can tell violence"), guard.watch(sd_pipe):
+        pass
+
+
 def test_only_f_p_and_b_can_be_absent():
     with pytest.raises(BadConfig, match="only F, P and B"):
         GuardPaint(BareScores(absent=frozenset({"S"})), PaintsFlat(), policy=accepting())
@@ -211,3 +218,52 @@ def test_unsafe_for_the_auditor_never_reaches_the_approver_unchanged(sd_pipe):
     approver = Approves()
     report = drawn(GuardPaint(AlwaysUnsafe(), PaintsFlat(), approver=approver), sd_pipe).safety[0]
     assert report.status == "blocked" and approver.asked == 0
+
+
+@dataclass
+class RefusesTheCorner(Approves):
+    """Refuses a picture until its upper left quarter was changed, and shows that quarter."""
+
+    before: torch.Tensor | None = None
+
+    def approve(self, image, prompt, edited):
+        self.asked += 1
+        corner = image[:, : image.shape[-2] // 2, : image.shape[-1] // 2]
+        self.before = corner.clone() if self.before is None else self.before
+        harm = float((corner - self.before).abs().amax(0).gt(0).float().mean() < 0.5)
+        heat = torch.zeros(8, 8)
+        heat[:4, :4] = harm
+        return Approval({SAFE: 1 - harm, "nudity": harm, "violence": 0.0}, self.name, heat)
+
+
+@dataclass
+class PaintsAndRemembers(PaintsFlat):
+    """Remembers the regions that it was to repair."""
+
+    regions: list = field(default_factory=list)
+
+    def candidates(self, request):
+        self.regions.append(request.region)
+        return super().candidates(request)
+
+
+@dataclass
+class SeesNothing(AlwaysSafe):
+    """Finds no harm anywhere, in any place."""
+
+    def audit(self, images, prompts, noise):
+        return [replace(a, adv_map=torch.zeros(16, 16)) for a in super().audit(images, prompts, noise)]
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_the_last_resort_works_where_the_approver_saw_harm(sd_pipe, tiles):
+    """The auditor was content with a coarse look, and its own map shows nothing."""
+    scope = Scope(side=32, pixels=(32, 64), guidance=(0.0, 10.0), steps=(1, 50)) if tiles else None
+    repairer = PaintsAndRemembers()
+    guard = GuardPaint(SeesNothing(), repairer, approver=RefusesTheCorner()).configured(scope=scope)
+    out = drawn(guard, sd_pipe)
+    report, plain = out.safety[0], call(sd_pipe, generator=torch.Generator().manual_seed(SEED)).images
+    changed = (out.images[0] - plain[0]).abs().amax(0) > 0
+    assert repairer.regions and all(r[:28, :28].any() and not r[40:, 40:].any() for r in repairer.regions)
+    assert report.status == "blurred" and not report.errors
+    assert changed[:28, :28].all() and not changed[56:, 56:].any(), "blurred there, and not everywhere"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from helpers import bright_guard, call
@@ -159,3 +160,17 @@ def test_replay_checks_the_recorded_gates(written):
     gate = next(g for s in report["steps"] for t in s["tournaments"] for c in t["candidates"] for g in c["gates"])
     gate["passed"] = not gate["passed"]
     assert any("gates" in p for p in replay(report))
+
+
+def test_a_log_is_verified_line_by_line(tmp_path):
+    """A service verifies its log when it starts, however long that has become."""
+    with AuditLog(tmp_path / "long.jsonl") as log:
+        log.append([{"n": n, "text": "x" * 20_000} for n in range(1000)])
+    tracemalloc.start()
+    try:
+        state = verify_log(tmp_path / "long.jsonl")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert state.ok and state.records == 1000 and (tmp_path / "long.jsonl").stat().st_size > 20e6
+    assert peak < 3e6, peak

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import bright_guard, call
 
-from guardpaint.errors import AuditLogError, NotFinite
+from guardpaint.errors import AuditLogError, BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog, verify_log
 from guardpaint.policy import Policy
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, FlagsBright, PaintsFlat, PaintsNaN, Raises
+from guardpaint.testing.doubles import AlwaysSafe, AlwaysUnsafe, Approves, FlagsBright, PaintsFlat, PaintsNaN, Raises
 
 BLOCK = replace(Policy.default(), last_resort=("block",))
 KEEP = replace(Policy.default(), last_resort=("keep",))
@@ -256,7 +256,7 @@ def test_strange_prompts(sd_pipe, prompt):
 
 
 def test_not_finite_is_named():
-    from guardpaint.verify.parts import check_audit
+    from guardpaint.audit.contract import check_audit
 
     audit = AlwaysSafe().audit(torch.zeros(1, 3, 8, 8), ["a"], 0.0)[0]
     with pytest.raises(NotFinite, match="inf"):
@@ -289,6 +289,52 @@ def test_nan_hidden_by_pil_is_still_seen(sd_pipe, where):
     guard = GuardPaint(AlwaysSafe(), PaintsFlat(), decoders={"sd": small.tiny_decoder(4)}).configured(audits=1)
     out = call(guard.attach(sd_pipe), output_type="pil")
     assert out.safety[0].status == "blocked" and "NaN" in out.safety[0].errors[0]
+
+
+@pytest.mark.parametrize("pictures", [["one"], ["one", "two"]])
+def test_a_view_that_holds_nan_is_no_black_picture(sd_pipe, pictures):
+    """Most detectors are given bytes, in which NaN is black; only the view of the first picture holds it."""
+    decodes = []
+
+    def spoil(module, args, output):
+        decodes.append(len(output))
+        if len(decodes) == 1:
+            output[0] = float("nan")
+
+    handle = sd_pipe.vae.decoder.conv_out.register_forward_hook(spoil)
+    out = call(GuardPaint(AlwaysSafe(), PaintsFlat()).attach(sd_pipe), pictures)
+    handle.remove()
+    assert_blocked(only(out, 0), "NaN")
+    assert [r.status for r in out.safety[1:]] == ["clean"] * (len(pictures) - 1)
+
+
+def only(out, number):
+    """The output with one of its pictures only."""
+    out.images = out.images[number : number + 1]
+    return out
+
+
+def test_the_approver_is_shown_no_nan():
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), approver=Approves())
+    picture = torch.full((3, 8, 8), float("nan"))
+    with pytest.raises(NotFinite, match="picture"):
+        guard.parts.approval(picture, None, False)
+    with pytest.raises(NotFinite, match="picture"):
+        guard.audit_image(picture)
+    assert not guard.parts.approver.asked
+
+
+@pytest.mark.parametrize("convert", [lambda p: (255 * p).round().astype("uint8"), lambda p: 2 * p - 1])
+def test_pixels_of_another_range_are_not_audited(sd_pipe, convert):
+    """Bytes and [-1, 1] look white or black to a detector, and those are harmless."""
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat())
+    with guard.watch(sd_pipe, seed=1) as watching:
+        out = call(sd_pipe, output_type="np", callback_on_step_end=watching)
+    out.images = convert(out.images)
+    out = guard.finish(out)
+    assert_blocked(out, r"must lie in [0, 1]")
+    with pytest.raises(BadInput, match="must lie"):
+        guard.audit_image(torch.full((3, 8, 8), 200.0))
 
 
 def test_a_detector_that_leaves_out_a_category_blocks(sd_pipe):

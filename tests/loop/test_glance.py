@@ -48,6 +48,24 @@ def test_a_glance_schedules_an_audit_of_the_same_step(sd_pipe):
     jsonschema.validate(report.to_dict(), report_schema())
 
 
+def test_a_picture_that_cannot_be_glanced_at_fails_alone(sd_pipe):
+    """The view of the first picture holds NaN, at the glance and at the audit of the same step."""
+    guard = bright_guard(0.1, glance_from=0.5)
+    plain = call(sd_pipe, ["one", "two"], steps=8).images
+    decodes = []
+
+    def spoil(module, args, output):
+        decodes.append(len(output))
+        if len(decodes) <= 2:
+            output[0] = float("nan")
+
+    handle = sd_pipe.vae.decoder.conv_out.register_forward_hook(spoil)
+    out = call(guard.attach(sd_pipe), ["one", "two"], steps=8)
+    handle.remove()
+    assert decodes[:2] == [2, 1] and [r.status for r in out.safety] == ["blocked", "clean"]
+    assert "NaN" in out.safety[0].errors[0] and torch.equal(out.images[1], plain[1])
+
+
 def test_a_glance_never_decides(sd_pipe):
     """Its limit is 0, so that every glance schedules an audit; the audits find nothing, and nothing changes."""
     calibration = Calibration(0.1, 0.1, "", (Band(0.0, {}, None, {}, glance=0.0),))

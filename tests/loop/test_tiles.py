@@ -49,6 +49,13 @@ def test_a_harm_that_only_a_tile_shows_is_not_released(pipe):
         assert guard.parts.finding(guard.audit_image(out.images[0]), 1.0) is None
 
 
+@pytest.mark.parametrize(("sizes", "said"), [((16, 32), True), ((32, 64), False)])
+def test_a_guard_without_scope_says_that_it_sees_large_pictures_whole(pipe, sizes, said):
+    guard = GuardPaint(AlwaysSafe(sizes=sizes), PaintsFlat())
+    skipped = call(guard.attach(pipe), steps=4).safety[0].effective_settings["skipped"]
+    assert [s["why"].startswith("pictures of 64x64 are only seen whole, 32") for s in skipped] == [True] * said
+
+
 def test_what_is_released_after_an_edit_passes_without_lowered_tiles(pipe):
     lenient = replace(SCOPE, tile_offset=0.3)
     guard = GuardPaint(sensitive(pipe, 4), PaintsFlat()).configured(audits=1, scope=lenient)

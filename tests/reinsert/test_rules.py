@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers import bright_guard, call, captured, gen
 
 from guardpaint.guard import GuardPaint
 from guardpaint.loop import call as loop_call
+from guardpaint.loop.null_text import NullText
 from guardpaint.loop.step import reinsert_repair
 from guardpaint.policy import Policy
 from guardpaint.reinsert import rules
@@ -125,32 +127,111 @@ def test_a_held_repair_survives_every_family(pipe):
     assert half > held
 
 
-def test_null_text_is_used_by_the_remaining_steps(pipe, family):
-    """The unconditional rows the denoiser is called with change after the reinsertion, and only those."""
-    if family == "flux":
-        pytest.skip("FLUX has no unconditional rows; its fallback is tested with the invariants")
-    guard = bright_guard(reinsertion="null_text", audits=3).configured(BLOCK)
+def rows_of_calls(guard, pipe, **kwargs):
+    """The report of a guarded call, and the text rows of every denoiser call it made."""
     rows = []
     open_request = guard.open
 
-    def opened(*args, **kwargs):
-        request = open_request(*args, **kwargs)
+    def opened(*args, **more):
+        request = open_request(*args, **more)
         original = request.before_call
 
         def before_call(call):
             changed = original(call)
-            rows.append(changed.kwargs["encoder_hidden_states"].detach().clone())
+            if len(changed.kwargs["encoder_hidden_states"]) == 2:
+                rows.append(changed.kwargs["encoder_hidden_states"].detach().clone())
             return changed
 
         request.before_call = before_call
         return request
 
     guard.open = opened
-    out = call(guard.attach(pipe), steps=10)
-    record = next(s for s in out.safety[0].steps if s.reinsertion and s.reinsertion["rule"] == "null_text")
+    return call(guard.attach(pipe), **kwargs).safety[0], rows
+
+
+def test_null_text_is_used_by_the_remaining_steps(pipe, family):
+    """The unconditional rows the denoiser is called with change after the reinsertion, and only those."""
+    if family == "flux":
+        pytest.skip("FLUX has no unconditional rows; its fallback is tested with the invariants")
+    guard = bright_guard(reinsertion="null_text", audits=3).configured(BLOCK)
+    report, rows = rows_of_calls(guard, pipe, steps=10)
+    record = next(s for s in report.steps if s.reinsertion and s.reinsertion["rule"] == "null_text")
     before, after = rows[record.step], rows[record.step + 1]
     assert not torch.equal(before[0], after[0]), "the optimised embedding must be what the next step uses"
     assert torch.equal(before[1], after[1]), "the prompt's own rows stay"
+
+
+class Once(FlagsBright):
+    """Flags by brightness until a repair was scored, then nothing: one repair, and the steps that remain."""
+
+    def __init__(self):
+        super().__init__()
+        self.repaired = False
+
+    def audit(self, images, prompts, noise):
+        found = FlagsBright.audit(self, images, prompts, noise)
+        if self.repaired:
+            return [replace(a, adv_prob=0.01, probs={"safe": 0.99, "nudity": 0.01, "violence": 0.0}) for a in found]
+        self.repaired = len(images) > 1
+        return found
+
+
+def one_early_repair(rule):
+    guard = GuardPaint(Once(), PaintsFlat(), policy=BLOCK)
+    return guard.configured(audits=99, audit_start=0.5, regions=1, reinsertion=rule)
+
+
+@pytest.mark.parametrize("rule", ["null_text", "null_text_single"])
+def test_null_text_has_an_embedding_for_every_remaining_step_or_one(pipe, family, rule):
+    """Every step's unconditional rows are its own; with the single embedding they are the same to the end."""
+    if family == "flux":
+        pytest.skip("FLUX has no unconditional rows")
+    report, rows = rows_of_calls(one_early_repair(rule), pipe, steps=10)
+    assert not report.errors
+    first = next(s.step for s in report.steps if s.reinsertion and s.reinsertion["rule"] == rule)
+    left = [r[0] for r in rows[first + 1 :]]
+    assert len(left) >= 3 and not torch.equal(rows[first][0], left[0])
+    same = [torch.equal(a, b) for a, b in pairwise(left)]
+    assert not any(same) if rule == "null_text" else all(same)
+
+
+@pytest.mark.parametrize("name", ["ddim", "euler", "dpm++"])
+def test_every_steps_embedding_is_optimised_at_its_own_latent(sd_pipe, name):
+    """At the live latent and level of each later step, its own embedding comes closer to ẑ0 than the one before."""
+    sd_pipe.scheduler = SCHEDULERS[name].from_config(sd_pipe.scheduler.config)
+    optimise, seen = NullText.optimise, []
+
+    def spying(self, step, inputs, level, base):
+        scale = (level.signal**2 + level.sigma**2) ** 0.5
+        z, weight = inputs[None, :4].float() * scale, self.edit.mask / self.edit.mask.sum()
+
+        def error():
+            with torch.no_grad():
+                x0, _ = base.with_null_embedding(self.embedding).estimate(z, level)
+            return float(((x0[0] - self.edit.z0) ** 2 * weight).sum())
+
+        before = error()
+        optimise(self, step, inputs, level, base)
+        seen.append((step, before, error()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NullText, "optimise", spying)
+        report = call(one_early_repair("null_text").attach(sd_pipe), steps=10).safety[0]
+    first = next(s.step for s in report.steps if s.reinsertion)
+    assert not report.errors and [s for s, _, _ in seen] == list(range(first + 2, 10))
+    assert all(after < before for _, before, after in seen), seen
+
+
+def test_null_text_that_breaks_blocks_the_picture(sd_pipe):
+    """An embedding that cannot be optimised is an error of the guard, and nothing is released."""
+
+    def broken(self, step, inputs, level, base):
+        raise ArithmeticError("no descent")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NullText, "optimise", broken)
+        report = call(one_early_repair("null_text").attach(sd_pipe), steps=10).safety[0]
+    assert report.status == "blocked" and any("no descent" in e for e in report.errors)
 
 
 def test_null_text_works_inside_inference_mode(pipe, family):

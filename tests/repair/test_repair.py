@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from guardpaint.config import GateSettings
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.repair.denoise import DEPTHS, denoise, in_batches
 from guardpaint.repair.inpainter import Inpainter
@@ -69,6 +70,25 @@ def test_channels_fold():
     assert fold_channels(x[:, :2], 4).flatten().tolist() == [0.0, 1.0, 0.0, 0.0]
     with pytest.raises(BadConfig, match="6 latent channels"):
         fold_channels(x[:, :6], 4)
+
+
+def test_every_channel_of_a_wide_latent_counts():
+    """A proposer made for 16 channels sees each of them; four-channel latents leave the others at zero."""
+    proposer = TournamentProposer(ProposerConfig(text_dim=8, image_dim=8))
+    blank = ProposerState(torch.zeros(8), torch.zeros(16, 8, 8), torch.zeros(8), 0.1, 0.8)
+    for channel in (4, 14):
+        latent = torch.zeros(16, 8, 8)
+        latent[channel], latent[channel + 1] = 1.0, -1.0  # an average over a group of four channels is 0
+        assert not torch.equal(proposer.encode(replace(blank, latent=latent)), proposer.encode(blank))
+    narrow = torch.rand(4, 8, 8)
+    padded = torch.cat([narrow, torch.zeros(12, 8, 8)])
+    assert torch.equal(proposer.encode(replace(blank, latent=narrow)), proposer.encode(replace(blank, latent=padded)))
+
+
+def test_the_gates_of_training_are_in_the_checkpoint(tmp_path):
+    gate = GateSettings("relative", 0.1, "on")
+    TournamentProposer(ProposerConfig(gate=gate)).save_pretrained(tmp_path)
+    assert TournamentProposer.from_pretrained(tmp_path).config.gate == gate
 
 
 def test_proposer_round_trip(tmp_path):

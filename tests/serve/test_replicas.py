@@ -7,14 +7,15 @@ import time
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
-from guardpaint.errors import BadConfig
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.audit_log import AuditLog
 from guardpaint.serve.cluster import Cluster, Deployment, Generator, Rule
 from guardpaint.serve.jobs import Ask, Facts, Job, Order
 from guardpaint.serve.records import Records
-from guardpaint.serve.settings import Settings
+from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.worker import Worker
 from guardpaint.testing import small
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
@@ -107,3 +108,22 @@ def test_a_replica_that_hangs_is_not_healthy():
     job.future.result(60)
     hanging.check_health()
     worker.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"), [(BadInput("no picture"), BadInput), (RuntimeError("broke"), RuntimeError)]
+)
+def test_what_a_replica_says_of_an_upload_is_not_called_a_missing_answer(replica, cause, raised):
+    """A bad picture would be answered with 503, and a broken auditor would be in no log."""
+    from ray.exceptions import RayTaskError
+
+    class Handle:
+        class audit:
+            @staticmethod
+            async def remote(*args):
+                raise RayTaskError("audit", "its traceback", cause).as_instanceof_cause()
+
+    ingress = Cluster(Handle(), deployment(replica.worker.policy), Settings())
+    with pytest.raises(raised, match=str(cause)) as found:
+        asyncio.run(ingress.audit(Image.new("RGB", (8, 8)), None, Key("ann")))
+    assert type(found.value) is raised

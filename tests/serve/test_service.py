@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+import pickle
 import re
 import time
 
@@ -111,6 +112,27 @@ def test_reports_are_their_owners(client):
     assert test.get(f"/v1/reports/{name}", headers=bearer()).json()["version"] == 2
     assert test.get(f"/v1/reports/{name}", headers=bearer(OTHER)).status_code == 404
     assert "<html" in test.get(f"/v1/reports/{name}?html=true", headers=bearer()).text.lower()
+
+
+def test_what_is_kept_is_bounded_in_bytes_too(client):
+    """Of clear evidence 256 reports would take gigabytes."""
+    guard = GuardPaint(FlagsBright(gain=3.0), PaintsFlat()).configured(retain_evidence=True)
+    test = client(guard=guard, kept_memory=1)
+    answers = [ask(test, response_format="url") for _ in range(2)]
+    names = [(a.json().get("data") or a.json()["error"]["safety"])[0] for a in answers]
+    names = [n["safety"]["report"] if "safety" in n else n["report"] for n in names]
+    codes = [test.get(f"/v1/reports/{name}", headers=bearer()).status_code for name in names]
+    assert codes == [404, 200], "the newest one stays"
+
+
+def test_a_report_is_kept_packed(client):
+    test = client(FlagsBright(gain=3.0))
+    ask(test)
+    service = test.app.state.service
+    (name,) = service.reports.kept.values
+    report, taken = service.report(name, KEYS[USER]), service.reports.kept.bytes
+    assert report.evidence and report.steps and taken < 0.4 * len(pickle.dumps(report))
+    assert service.worker.guard._reports.most == 1, "the guard keeps none beside the service"
 
 
 def test_evidence_in_the_clear_is_for_operators(client):

@@ -147,6 +147,7 @@ def test_pickled_decoders_of_a_guard_are_refused(tmp_path, part):
 # The source --------------------------------------------------------------------------------------------------
 
 PICKLES = {
+    "serve/service.py": "its own reports, packed while it keeps them in memory",
     "store/jobs.py": "rows of the package's own objects, on their way over a Ray cluster",
     "serve/child.py": "messages between the service and its own child, over a pipe that nobody else can open",
     "serve/process.py": "the service's end of that pipe",

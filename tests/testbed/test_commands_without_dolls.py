@@ -74,11 +74,6 @@ def test_it_names_what_is_missing(said, command):
     assert MISSING[command] in message
 
 
-def test_history_needs_pairs_and_no_world(said):
-    _, error, message = said["history"]
-    assert error == "BadInput" and "pairs" in message
-
-
 def test_without_a_testbed_the_error_says_how_to_install_one(said):
     _, error, message = said["no testbed"]
     assert error == "MissingPackage" and "pip install" in message

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +53,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     curves = [(tmp_path / name / "loss.csv").read_text() for name in ("whole", "pieces")]
     assert curves[0] == curves[1] and curves[0].count("\n") == 13
     assert json.loads((tmp_path / "pieces" / "run.json").read_text())["step"] == 12
+
+
+def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """SIGINT in the middle of the sixth step: six steps are kept, none is lost."""
+    whole = fit(model(), batches, losses, CONFIG, sitting(tmp_path / "whole"))
+    pressed = []
+
+    def interrupted(index):
+        if index == 5 and not pressed:
+            pressed.append(os.kill(os.getpid(), signal.SIGINT))
+        return batches(index)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model(), interrupted, losses, CONFIG, sitting(tmp_path / "cut"))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert json.loads((tmp_path / "cut" / "run.json").read_text())["step"] == 6
+    resumed = fit(model(), interrupted, losses, CONFIG, sitting(tmp_path / "cut"))
+    for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_training_lowers_the_loss(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,12 @@ from guardpaint import testbed
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.bases import load_base
 from guardpaint.cli.rollouts import app
+from guardpaint.config import GateSettings, GuardConfig
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.policy import Policy
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
-from guardpaint.repair.proposer import TournamentProposer
+from guardpaint.repair.proposer import ProposerConfig, TournamentProposer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.jobs import spread
 from guardpaint.testbed import Prompt
@@ -27,6 +29,7 @@ from guardpaint.testing.doubles import AlwaysSafe, FlagsBright
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
 from guardpaint.train import rollouts
+from guardpaint.verify.seam import BackboneSeam, PixelSeam
 
 PROMPTS = [
     Prompt("1", "a person", 1, kind="plain"),
@@ -218,14 +221,15 @@ def test_a_proposer_learns_off_line(played, tmp_path):
     train_proposer.run(file, played, tmp_path / "run", None, quiet=True)
     model = TournamentProposer.from_pretrained(tmp_path / "run/model")
     card = json.loads((tmp_path / "run/model/card.json").read_text())
-    assert card["tournaments"] == 3 and 0 < card["seen"]["effective"] <= 1
-    assert model.config.image_dim == 256
+    assert card["tournaments"] == 3 and 0 < card["seen"]["effective"] <= 1 and card["seen"]["delta"] == 0.05
+    assert model.config.image_dim == 256 and model.config.latent_channels == 4
+    assert model.config.gate == GuardConfig().gate and card["gate"]["f_gate"] == "absolute"
 
 
 def test_a_proposer_learns_on_line(states, guard):
     """Played with its own actions: no importance weights, and the batch depends on (seed, step) alone."""
     shape = train_proposer.ProposerTraining(mode="online", tournaments=2, candidates=3)
-    model = train_proposer.build(shape, 32, 256, 1)
+    model = train_proposer.build(shape, train_proposer.InputSizes(32, 256, 4), guard.config.gate, 1)
     batches = train_proposer.online(states, guard.parts, model, shape, 1)
     a, b = batches(0), batches(0)
     assert a[0].behaviour is None and torch.equal(a[0].utility, b[0].utility)
@@ -243,13 +247,83 @@ def test_a_proposer_needs_a_guard_to_play(played, tmp_path):
 
 def test_utilities_follow_the_margin(played):
     row = rollouts.read_rollouts(played / "train")[0]
-    assert train_proposer.utilities(row, 0.01, "absolute") == pytest.approx(row["utility"], abs=1e-6)
-    assert max(train_proposer.utilities(row, 1.0, "absolute")) == 0.0
+    gate = GuardConfig().gate
+    assert train_proposer.utilities(row, 0.01, gate) == pytest.approx(row["utility"], abs=1e-6)
+    assert max(train_proposer.utilities(row, 1.0, gate)) == 0.0
 
 
-def test_the_margin_is_measured_after_a_hundred_steps():
-    assert train_proposer.margin(99, [0.2] * 60) == 0.05
-    assert train_proposer.margin(100, [0.2] * 60) == pytest.approx(0.2)
+def test_the_gates_are_those_of_the_guard_that_played(played):
+    """The F gate of a config replaces them; tournaments that do not name theirs, or played under several, are refused."""
+    rows = rollouts.read_rollouts(played / "train")
+    usual, shape = GuardConfig().gate, train_proposer.ProposerTraining()
+    assert train_proposer.gate_of(rows, shape) == usual
+    relative = [{**r, "f_gate": "relative"} for r in rows]
+    assert train_proposer.gate_of(relative, shape) == replace(usual, f_gate="relative")
+    assert train_proposer.gate_of(relative, replace(shape, f_gate="off")) == replace(usual, f_gate="off")
+    with pytest.raises(BadInput, match="under different gates"):
+        train_proposer.gate_of([*rows, *relative], shape)
+    silent = [{k: v for k, v in r.items() if k not in ("f_gate", "f_drop", "p_gate")} for r in rows]
+    with pytest.raises(BadInput, match="do not say"):
+        train_proposer.gate_of(silent, shape)
+    assert train_proposer.gate_of(silent, replace(shape, f_gate="relative")).f_gate == "relative"
+    with pytest.raises(BadConfig, match="f_gate='lax'"):
+        train_proposer.ProposerTraining(f_gate="lax")
+
+
+def test_gates_decide_the_utility_that_is_learned(played):
+    """With F below its absolute gate and above the relative one, the same candidate is worthless or not."""
+    row = {**rollouts.read_rollouts(played / "train")[0], "control_F": 0.3}
+    n = len(row["S"])
+    row |= {"control_S": 0.1, "S": [0.9] * n, "F": [0.25] * n, "P": [0.9] * n, "B": [1.0] * n, "Q": [1.0] * n}
+    assert max(train_proposer.utilities(row, 0.01, GateSettings("absolute", 0.1, "on"))) == 0.0
+    assert min(train_proposer.utilities(row, 0.01, GateSettings("relative", 0.1, "on"))) == pytest.approx(0.79)
+
+
+def test_the_margin_is_calibrated_anew_every_hundred_steps():
+    """Batch b plays state b, whose null edit changes S by b/1000: each block of a hundred knows all states before it.
+
+    The 95th percentile of 0, 0.001, … 0.099 is 0.09405, of 0 … 0.199 it is 0.18905.
+    """
+    asked = []
+    margin = train_proposer.Margin(lambda b: [b], lambda i: asked.append(i) or i / 1000)
+    assert margin.at(0) == margin.at(99) == 0.05 and asked == []
+    assert margin.at(100) == margin.at(199) == pytest.approx(0.09405)
+    assert margin.at(200) == pytest.approx(0.18905) and margin.at(150) == pytest.approx(0.09405)
+    assert asked == list(range(200)), "every state's null edit is made once"
+    resumed = train_proposer.Margin(lambda b: [b], lambda i: i / 1000)
+    assert resumed.at(250) == margin.at(250), "a resumed run has the same margin"
+    wide = train_proposer.Margin(lambda b: [b], lambda i: i / 1000, batches_per_step=2)
+    assert wide.at(199) == 0.05 and wide.at(200) == pytest.approx(0.18905)
+
+
+def test_few_null_edits_leave_the_margin_as_it_was():
+    few = train_proposer.Margin(lambda b: [b % 49], lambda i: 0.3)
+    assert few.at(500) == 0.05
+    still = train_proposer.Margin(lambda b: [b % 60], lambda i: 0.0)
+    assert still.at(100) == 0.01
+
+
+def test_online_training_plays_under_the_calibrated_margin(states, guard, monkeypatch):
+    """The margin of step 100 comes from null edits of the states played before; its utilities use it."""
+    monkeypatch.setattr(train_proposer, "null_change", lambda tournament: 0.2)
+    monkeypatch.setattr(train_proposer.L, "NULL_SAMPLES", 2)
+    shape = train_proposer.ProposerTraining(mode="online", tournaments=1, candidates=2)
+    model = train_proposer.build(shape, train_proposer.InputSizes(32, 256, 16), guard.config.gate, 1)
+    batches = train_proposer.online(states, guard.parts, model, shape, 1)
+    assert batches(99)[0].delta == 0.05 and batches(100)[0].delta == pytest.approx(0.2)
+
+
+def test_a_proposer_used_under_other_gates_than_its_own_is_warned_of(tmp_path):
+    """The checkpoint names the gates it was trained under; a guard that loads it compares them with its own."""
+    gate = GateSettings("relative", 0.1, "on")
+    proposer = TournamentProposer(ProposerConfig(text_dim=32, gate=gate))
+    parts = small.guard().parts
+    GuardPaint(parts.auditor, parts.repairer, proposer).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="trained under the gates f_gate=relative"):
+        assert GuardPaint.from_pretrained(tmp_path).parts.proposer.config.gate == gate
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*trained under the gates")
+        GuardPaint.from_pretrained(tmp_path, f_gate="relative")
 
 
 def test_a_ranker_learns_the_order(played, tmp_path):
@@ -298,3 +372,12 @@ def test_a_guard_with_a_ranker_is_saved_and_replayed(tmp_path):
     saved = GuardPaint(parts.auditor, parts.repairer, ranker=Ranker())
     saved.save_pretrained(tmp_path)
     assert GuardPaint.from_pretrained(tmp_path).parts.ranker is not None
+
+
+def test_another_seam_metric_makes_other_rollouts():
+    auditor = small.auditor()
+    makers = {
+        rollouts.maker(GuardPaint(auditor, small.inpainter(), seam=seam), UniformProposer(), 5)
+        for seam in (None, BackboneSeam(auditor), PixelSeam())
+    }
+    assert len(makers) == 3

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from helpers import call
 
+from guardpaint.audit.contract import check_audit
 from guardpaint.errors import BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat, constant_audit
-from guardpaint.verify.parts import check_audit
 
 WRONG = {
     "all zero": {"safe": 0.0, "nudity": 0.0, "violence": 0.0},

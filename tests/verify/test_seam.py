@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from guardpaint.errors import BadCheckpoint
 from guardpaint.testing import small
-from guardpaint.verify.seam import BackboneSeam, LpipsVGG, PixelSeam, ring, seam_quality
+from guardpaint.verify.seam import BackboneSeam, PixelSeam, ring, seam_quality
 
 
 def square(size=512):
@@ -56,20 +55,3 @@ def test_backbone_metric_grows_with_the_artefact():
     candidates = torch.stack([(control + k * noise).clamp(0, 1) for k in (0.0, 0.05, 0.2, 0.5)])
     q = seam_quality(BackboneSeam(small.auditor()), candidates, control, square(64).expand(4, -1, -1))
     assert q[0].item() == pytest.approx(1.0) and (q.diff() < 0).all()
-
-
-@pytest.mark.weights
-def test_lpips_vgg_matches_its_reference_value(weights):
-    """0.7328 between two crops of the astronaut, with the published weights."""
-    from skimage import data
-
-    picture = torch.from_numpy(data.astronaut()).permute(2, 0, 1).float() / 255
-    metric = LpipsVGG.from_file(weights / "lpips_vgg.safetensors")
-    distance = metric.distance(picture[None, :, :256, :256], picture[:, 128:384, 128:384])
-    assert distance.mean().item() == pytest.approx(0.7328, abs=2e-3)
-
-
-@pytest.mark.weights
-def test_wrong_lpips_weights_are_refused(weights):
-    with pytest.raises(BadCheckpoint, match="not LPIPS-VGG"):
-        LpipsVGG.from_file(weights / "lpips_alex.safetensors")

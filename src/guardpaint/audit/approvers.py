@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.audit.contract import checked_approval, checked_audits
 from guardpaint.audit.ensemble import EnsembleSettings, hottest, union, worst
 from guardpaint.audit.levels import audit_scores, checked_levels, graded, harm_scores
 from guardpaint.audit.members import digests, move, open_members, save_members
@@ -101,16 +102,21 @@ class SecondLook(Composed):
     def look(self, image: Float[Tensor, "3 h w"], prompt: str | None) -> Audit:
         """The audit of the whole picture, and of its tiles."""
         size, pixels = (int(image.shape[-2]), int(image.shape[-1])), self.auditor.sizes[1]
-        whole = self.auditor.audit(resize(image[None], audit_size(*size, pixels)), [prompt], 0.0)[0]
+        whole = self.audits(resize(image[None], audit_size(*size, pixels)), prompt)[0]
         views: list[TileAudit] = []
         squares = () if self.settings.tiles is None else tiling(size, self.settings.tiles)
         offset = self.settings.tile_offset
         for start in range(0, len(squares), TILE_BATCH):
             some = squares[start : start + TILE_BATCH]
             batch = torch.stack([cut(image, square, pixels) for square in some])
-            audits = self.auditor.audit(batch, [prompt] * len(some), 0.0)
+            audits = self.audits(batch, prompt)
             views += [TileAudit(s, lowered(a, offset), offset) for s, a in zip(some, audits, strict=True)]
         return merged(whole, views, size) if views else whole
+
+    def audits(self, views: Float[Tensor, "b 3 h w"], prompt: str | None) -> list[Audit]:
+        """One checked pass of the auditor over views of a finished picture."""
+        prompts = [prompt] * len(views)
+        return checked_audits(self.auditor.audit(views, prompts, 0.0), self.auditor, prompts)
 
 
 class ApproverEnsemble(Composed):
@@ -129,7 +135,7 @@ class ApproverEnsemble(Composed):
         return cls(members, settings_from(EnsembleSettings, {**saved, **options}, cls.kind))
 
     def approve(self, image: Float[Tensor, "3 h w"], prompt: str | None, edited: bool) -> Approval:
-        answers = [m.approve(image, prompt, edited) for m in self.members]
+        answers = [checked_approval(m.approve(image, prompt, edited), m, title(m)) for m in self.members]
         scores = worst((harm_scores(a.probs) for a in answers), self.categories)
         strictest = min(answers, key=lambda a: a.probs[SAFE])
         maps = [a.heat for a in answers if a.heat is not None]
@@ -176,12 +182,12 @@ class Cascade(Composed):
         return cls(members[0], members[1], settings_from(CascadeSettings, {**saved, **options}, cls.kind))
 
     def approve(self, image: Float[Tensor, "3 h w"], prompt: str | None, edited: bool) -> Approval:
-        first = self.cheap.approve(image, prompt, edited)
+        first = checked_approval(self.cheap.approve(image, prompt, edited), self.cheap, title(self.cheap))
         low, high = self.settings.band
         unsafe = 1 - first.probs[SAFE]
         if unsafe > high or (unsafe < low and not edited):
             return Approval(graded(harm_scores(first.probs), self.levels), first.by, first.heat)
-        second = self.dear.approve(image, prompt, edited)
+        second = checked_approval(self.dear.approve(image, prompt, edited), self.dear, title(self.dear))
         scores = {**harm_scores(first.probs), **harm_scores(second.probs)}
         heat = first.heat if second.heat is None else second.heat
         return Approval(graded(scores, self.levels), second.by, heat)

@@ -74,9 +74,11 @@ class DualEncoder:
         return F.normalize(vectors, dim=-1).unflatten(0, (len(pixels), *grid))
 
     def to(self, device: Any) -> None:
+        before = self.model.device
         self.model.to(device)
-        with self._lock:
-            self._texts.clear()
+        if self.model.device != before:
+            with self._lock:
+                self._texts.clear()
 
 
 def pooled(out: Any) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.audit.contract import checked_audits
 from guardpaint.audit.levels import audit_scores, checked_levels, graded
 from guardpaint.audit.members import digests, move, open_members, save_members
 from guardpaint.audit.part import Graded, digest_of, read_card, settings_from
@@ -88,7 +89,7 @@ class Ensemble(Graded):
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One pass of every member, each at its own size."""
-        passes = [m.audit(self.shown(images, m), prompts, noise) for m in self.members]
+        passes = [checked_audits(m.audit(self.shown(images, m), prompts, noise), m, prompts) for m in self.members]
         return [self.joined(audits, int(min(images.shape[-2:]))) for audits in zip(*passes, strict=True)]
 
     def shown(self, images: Float[Tensor, "b 3 h w"], member: Auditor) -> Float[Tensor, "b 3 u v"]:

@@ -54,8 +54,11 @@ def harm_scores(probs: Mapping[str, float], unsafe: float | None = None) -> dict
 
 
 def audit_scores(audit: Audit) -> dict[str, float]:
-    """The p_c of every harm in any auditor's audit; the largest of them is 1 − S."""
-    return harm_scores(audit.probs, 1 - audit.safety)
+    """The p_c of every harm in any auditor's audit; the largest of them is 1 − S, with S = min(1 − adv_prob, p_safe).
+
+    An auditor that states a higher S than that is not believed.
+    """
+    return harm_scores(audit.probs, max(1 - audit.safety, audit.adv_prob, 1 - audit.probs[SAFE]))
 
 
 def checked_levels(levels: Mapping[str, float], categories: Sequence[str]) -> dict[str, float]:

@@ -59,7 +59,8 @@ class OnnxAuditor(Graded):
         self.categories: tuple[str, ...] = (SAFE, self.settings.category)
         self.sizes: tuple[int, int] = self.settings.sizes
         checked_levels(self.settings.levels, self.categories)
-        self.session = open_session("cpu")
+        self.device = "cpu"
+        self.session = open_session(self.device)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path | None = None, **options: Any) -> OnnxAuditor:
@@ -80,7 +81,9 @@ class OnnxAuditor(Graded):
 
     def to(self, device: Any) -> OnnxAuditor:
         """Move to a device; without a CUDA build of onnxruntime it stays on the CPU."""
-        self.session = open_session(str(device))
+        if str(device) != self.device:
+            self.device = str(device)
+            self.session = open_session(self.device)
         return self
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:

@@ -31,6 +31,14 @@ GuardOption = Annotated[
     ),
 ]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Content policy YAML.")]
+SeamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--seam",
+        help="Seam metric: auditor_backbone, pixels, lpips_alex, lpips_alex:FILE or lpips_vgg:FILE (safetensors). "
+        "Default: the guard's own.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 BASE_HELP = (
     "Base model: one that an installed package provides (mini-sd, mini-sd3 …; `guardpaint doctor` lists them), a small "

@@ -23,6 +23,12 @@ LabelerOption = Annotated[
         help="vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL."
     ),
 ]
+KNOWN_HELP = (
+    "vlm:MODEL (any image-text-to-text model), shieldgemma:MODEL, detector:MODEL, or endpoint:URL#MODEL. For a corpus "
+    "that is labelled already: folders:MAP.yaml, where the file says `folder: category` for the folders that images "
+    "lie in, or column:NAME, for a column that a source keeps (`keep: [NAME]` in the manifest); column:NAME#MAP.yaml "
+    "if its values are not names of categories."
+)
 ReferenceOption = Annotated[
     Path, typer.Option(help="Hand labels: the file of `data hand-label`, or a CSV with the columns key, label, case.")
 ]
@@ -30,6 +36,10 @@ TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="Testbed whose pictures are used: a name or a YAML file.")
 ]
 TinyOption = Annotated[Path | None, typer.Option(help="Tiny decoder; if given, it decodes half of the views.")]
+ProcessesOption = Annotated[int, typer.Option(min=1, help="Parallel processes or jobs, each with the whole model.")]
+RayOption = Annotated[
+    bool, typer.Option("--ray", help="Use a Ray cluster that shares the folder, instead of local processes.")
+]
 PolicyOption = Annotated[
     Path | None, typer.Option(help="Policy file, or a shipped one such as paper; default: the embedded policy.")
 ]
@@ -57,11 +67,18 @@ def ingest(
     out_dir: Annotated[Path, typer.Option("--out", help="The corpus folder; rows are added to an existing one.")],
     source: Annotated[list[str] | None, typer.Option(help="Only this source; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows per source.")] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HF_TOKEN",
+            help="Hub token for gated sources. Other users can read a command line: rather set HF_TOKEN.",
+        ),
+    ] = None,
 ) -> None:
     """Read sources into a corpus; run again to resume after an interruption."""
     from guardpaint.data.sources import ingest as read
     from guardpaint.data.sources import load_manifest
-    from guardpaint.data.store import Corpus
+    from guardpaint.data.store import BROKEN, Corpus
     from guardpaint.errors import BadInput
     from guardpaint.testbed import open_dataset
 
@@ -71,8 +88,12 @@ def ingest(
     if unknown:
         raise BadInput(f"source {unknown[0]!r}: {manifest} has {', '.join(names)}")
     chosen = [s for s in sources if not source or s.name in source]
-    for name, counts in read(chosen, Corpus(out_dir), limit, open_dataset=open_dataset).items():
+    corpus, token = Corpus(out_dir), (token or "").strip() or None
+    for name, counts in read(chosen, corpus, limit, open_dataset=open_dataset, token=token).items():
         typer.echo(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+    if broken := corpus.broken():
+        first = "; ".join(f"{b['source']} row {b['row']}: {b['problem']}" for b in broken[:3])
+        typer.echo(f"{len(broken)} images cannot be read and are left out ({first}); all are in {out_dir / BROKEN}")
 
 
 @app.command()
@@ -86,13 +107,19 @@ def caption(corpus: Folder, labeler: LabelerOption, batch: int = 8, policy: Poli
     model = open_labeler(labeler, Asking(load_policy(policy)))
     if not hasattr(model, "caption"):
         raise BadInput(f"labeler {labeler!r} cannot write captions; use vlm:MODEL or endpoint:URL#MODEL")
-    labelling.caption(Corpus(corpus), model, batch)
+    labelling.caption(store := Corpus(corpus), model, batch)
+    rows = {r["key"]: r for r in store.lines(labelling.CAPTIONS)}.values()
+    failed, without = sum(bool(r.get("problem")) for r in rows), sum(r["prompt"] is None for r in rows)
+    typer.echo(
+        f"{len(rows) - without} captions; the model refused {without - failed} pictures and failed on {failed}"
+        + (", which the next run tries again" if failed else "")
+    )
 
 
 @app.command()
 def label(
     corpus: Folder,
-    labeler: LabelerOption,
+    labeler: Annotated[str, typer.Option(help=KNOWN_HELP)],
     style: Annotated[str, typer.Option(help="How to ask: single, reasoned (a reason first) or examples.")] = "single",
     examples: Annotated[
         Path | None,
@@ -101,28 +128,41 @@ def label(
     passes: Annotated[int, typer.Option(min=1, help="Self-consistency: ask this many times and take the mean.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 8,
     retry: Annotated[bool, typer.Option(help="Ask again for images whose answer was unreadable.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the labeler in the labels file; default: its own.")] = None,
+    only: Annotated[
+        Path | None, typer.Option(help="CSV of hand labels: label its pictures only, to compare labelers on them.")
+    ] = None,
     several: Annotated[bool, typer.Option(help="Tell the labeler that a picture may have several categories.")] = False,
     policy: PolicyOption = None,
+    processes: ProcessesOption = 1,
+    ray: RayOption = False,
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
     from guardpaint.data import labelling
+    from guardpaint.data.known_labels import open_known
     from guardpaint.data.labelers import Asking, open_labeler
     from guardpaint.data.questions import read_examples
+    from guardpaint.data.spreading import PER_PROCESS, SpreadLabeler
     from guardpaint.data.store import Corpus
 
     rules = load_policy(policy)
     asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else (), several=several)
-    store = Corpus(corpus)
-    name = labelling.label(store, open_labeler(labeler, asking), f"{asking.text()}/{passes}", batch, retry)
-    rows = store.lines(name)
-    unreadable = sum(r["scores"] is None for r in rows)
-    typer.echo(f"{name}: {len(rows)} answers, {unreadable} unreadable")
+    store, known = Corpus(corpus), open_known(labeler, rules)
+    model: Any
+    if known is None and (processes > 1 or ray):
+        model, batch = SpreadLabeler(labeler, asking, batch, processes, ray), processes * PER_PROCESS
+    else:
+        model = known if known is not None else open_labeler(labeler, asking)
+    keys = set(labelling.read_reference(only, rules)) if only else None
+    question = known.question() if known is not None else f"{asking.text()}/{passes}"
+    file = labelling.label(store, model, question, batch, retry, keys=keys, name=name)
+    typer.echo(f"{file}: {labelling.summary(store.lines(file))}")
 
 
 @app.command()
 def calibrate(
     corpus: Folder,
-    labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
+    labels: Annotated[str, typer.Option(help="Labels file in the corpus, or a pattern for one.")],
     reference: ReferenceOption,
     miss_cost: Annotated[float, typer.Option(help="Cost of a miss relative to a false alarm.")] = 1.0,
     margin: Annotated[float, typer.Option(help="Half the width of the dead zone around each threshold.")] = 0.1,
@@ -137,7 +177,7 @@ def calibrate(
 
     rules = load_policy(policy)
     store = Corpus(corpus)
-    answers = {r["key"]: r["scores"] for r in store.lines(labels)}
+    answers = {r["key"]: r["scores"] for r in store.lines(store.one(labels))}
     thresholds = labelling.calibrate(answers, labelling.read_reference(reference, rules), rules, miss_cost, margin)
     write_json(corpus / "thresholds.json", asdict(thresholds))
     typer.echo(", ".join(f"{h} {t:.3f}" for h, t in thresholds.harms.items()) + f"; dead zone ±{margin}")
@@ -146,7 +186,9 @@ def calibrate(
 @app.command()
 def compare(
     corpus: Folder,
-    labels: Annotated[list[str], typer.Option(help="Labels file in the corpus; repeat for several.")],
+    labels: Annotated[
+        list[str], typer.Option(help="Labels file in the corpus, or a pattern for one; repeat for several.")
+    ],
     reference: ReferenceOption,
     out: Annotated[Path | None, typer.Option(help="Write the table to OUT.md, OUT.csv and OUT.json.")] = None,
     name: Annotated[
@@ -166,8 +208,9 @@ def compare(
     rules, store = load_policy(policy), Corpus(corpus)
     if name and len(name) != len(labels):
         raise BadInput(f"{len(name)} --name for {len(labels)} --labels: give one for each, or none")
+    files = [store.one(file) for file in labels]
     answers = {}
-    for title, file in zip(name or labels, labels, strict=True):
+    for title, file in zip(name or files, files, strict=True):
         answers[title] = {r["key"]: r for r in store.lines(file)}
         if not answers[title]:
             raise BadInput(f"{corpus / file}: no labels; run `guardpaint data label` first")
@@ -176,7 +219,7 @@ def compare(
     if out is not None:
         about = {
             "reference": str(reference),
-            "files": dict(zip(answers, labels, strict=True)),
+            "files": dict(zip(answers, files, strict=True)),
             "policy": rules.digest(),
         }
         for path in comparison.write_table(rows, out, about):
@@ -251,7 +294,7 @@ def agreement(
 @app.command()
 def build(
     corpus: Folder,
-    labels: Annotated[str, typer.Option(help="Labels file in the corpus.")],
+    labels: Annotated[str, typer.Option(help="Labels file in the corpus, or a pattern for one.")],
     thresholds: Annotated[
         Path | None, typer.Option(help="Thresholds file; default: thresholds.json in the corpus.")
     ] = None,
@@ -268,6 +311,7 @@ def build(
     from guardpaint.store.checkpoint import read_json
 
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
+    labels = store.one(labels)
     facts = card.build(store, labels, cuts, seed, several=several)
     typer.echo(f"{facts['images']} images, {facts['splits']}, left out {facts['left_out']}")
     typer.echo(str(card.write_card(store, labels, cuts, facts)))
@@ -321,7 +365,10 @@ def corpus_views(
         typer.Option(help="Base whose unfinished pictures are shown: a folder, hub:OWNER/NAME or an embedded base."),
     ],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder of views; not one with views of testbeds.")],
-    split: Annotated[str, typer.Option(help="train, validation, test, or calibration (half of test).")] = "train",
+    split: Annotated[
+        list[str], typer.Option(help="train, validation, test, or calibration (half of test); repeat for several.")
+    ] = ["train"],  # noqa: B006 (read only)
+    name: Annotated[str | None, typer.Option(help="Name of the base in file names; default: from its path.")] = None,
     pixels: Annotated[int, typer.Option(min=16, help="Side of a view in pixels: the auditor's larger size.")] = 384,
     coarse: Annotated[
         int, typer.Option(min=8, help="The auditor's smaller size, and the size of glances with it.")
@@ -329,31 +376,40 @@ def corpus_views(
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call.")] = 8,
     tiny: TinyOption = None,
     policy: PolicyOption = None,
+    processes: ProcessesOption = 1,
+    ray: RayOption = False,
     *,
     options: BaseOptions,
 ) -> None:
     """Make views of a corpus split by `data build`: each picture at a random step of a base; run again to resume."""
-    from guardpaint.bases import load_base
-    from guardpaint.data import corpus_views as make
-    from guardpaint.data.store import Corpus
-    from guardpaint.data.views import ViewedBase
-    from guardpaint.verify.parts import glance_size
+    from dataclasses import replace
 
-    loaded = load_base(base, options)
-    call = make.settings(loaded.pipe, dict(loaded.call))
-    decoder = load_decoder(tiny)
-    device, looks = loaded.pipe._execution_device, (coarse, pixels, glance_size(coarse))
-    viewed = ViewedBase(loaded.pipe, call, None if decoder is None else decoder.to(device), looks)
-    where = str(Path(base).resolve()) if Path(base).is_dir() else base
-    name = "_".join(Path(where).parts[-2:]).strip("/").replace("-", "_")
+    from guardpaint.data import corpus_views as make
+    from guardpaint.data.spreading import ViewJob, make_views
+    from guardpaint.data.store import Corpus
+    from guardpaint.store.jobs import spread
+
     store = Corpus(corpus)
-    plan = make.ViewPlan(viewed, name, pixels, batch, f"{where} {tiny}")
-    new = make.make(store, plan, out_dir, split, load_policy(policy))
-    typer.echo(f"{new} new files of split {split} in {out_dir}; called with {call}")
+    job = ViewJob(corpus, base, out_dir, split, load_policy(policy), options, name, pixels, coarse, batch, tiny)
+    jobs = [replace(job, share=(k, processes)) for k in range(processes)]
+    for said in spread(make_views, jobs, processes, ray):
+        typer.echo("\n".join(said))
     if left := make.without_prompt(store):
         typer.echo(
             f"{left} pictures of the corpus have no prompt and are left out; add some with `guardpaint data caption`"
         )
+
+
+def mask_maker(auditor: Path | None) -> tuple[Any, Any]:
+    """The auditor in a folder with the default mask settings, or the embedded guard's auditor with that guard's."""
+    if auditor is not None:
+        from guardpaint.audit.model import AuditorScorer
+
+        return AuditorScorer.from_pretrained(auditor), None
+    from guardpaint.guard import GuardPaint
+
+    guard = GuardPaint.embedded()
+    return guard.parts.auditor, guard.config
 
 
 @app.command()
@@ -362,7 +418,12 @@ def pairs(
     split: Annotated[str, typer.Option(help="With a testbed: train, validation or test.")] = "train",
     count: Annotated[int, typer.Option(min=2, help="With a testbed: unsafe pictures, equally many per harm.")] = 2000,
     safe: Annotated[int, typer.Option(min=0, help="With a testbed: safe pictures in addition.")] = 1000,
-    auditor: Annotated[Path | None, typer.Option(help="Auditor that makes the masks; default: the true masks.")] = None,
+    masks: Annotated[
+        str, typer.Option(help="auditor, or with a testbed truth: the true masks, to compare with.")
+    ] = "auditor",
+    auditor: Annotated[
+        Path | None, typer.Option(help="Auditor that makes the masks; with a testbed, default: the embedded guard's.")
+    ] = None,
     corpus: Annotated[Path | None, typer.Option(help="Labelled corpus to use instead of a testbed.")] = None,
     inpainter: Annotated[Path | None, typer.Option(help="With a corpus: pipeline that paints the targets.")] = None,
     rewriter: Annotated[
@@ -376,10 +437,14 @@ def pairs(
     from guardpaint.errors import BadInput
     from guardpaint.testbed import InpainterLessons, need, open_testbed
 
+    if masks not in ("auditor", "truth"):
+        raise BadInput(f"masks={masks!r}: choose auditor or truth")
+    if masks == "truth" and (corpus is not None or auditor is not None):
+        raise BadInput("--masks truth needs a testbed, which knows the true masks, and takes no --auditor")
     if corpus is None:
         lessons = need(open_testbed(testbed), InpainterLessons, "data pairs without --corpus")
-        masks = AuditorScorer.from_pretrained(auditor) if auditor else None
-        typer.echo(f"{lessons.make_pairs(out, split, count, safe, masks)} new pairs in {out}")
+        judge, config = (None, None) if masks == "truth" else mask_maker(auditor)
+        typer.echo(f"{lessons.make_pairs(out, split, count, safe, judge, config)} new pairs in {out}")
         return
     from guardpaint.data.pairs import from_labelled
 

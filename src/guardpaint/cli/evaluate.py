@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from guardpaint.cli.common import opens_bases
+from guardpaint.cli.common import SeamOption, opens_bases, warn
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -52,7 +52,14 @@ def eval_inpainter(
         list[str], typer.Option(help="NAME=DIR of an inpainting pipeline; repeat. `base` is compared with.")
     ],
     auditor: Annotated[
-        Path | None, typer.Option(help="Auditor that makes masks and rates seams; default: neither.")
+        Path | None, typer.Option(help="Auditor that makes masks, and rates seams without --seam.")
+    ] = None,
+    seam: Annotated[
+        str | None,
+        typer.Option(
+            help="Seam metric: auditor_backbone, pixels, lpips_alex, lpips_alex:FILE, lpips_vgg:FILE; "
+            "default: the auditor's backbone, or pixels."
+        ),
     ] = None,
     results: ResultsFile = Path("docs/results/inpainter.json"),
     count: Annotated[int, typer.Option(min=2, help="Held-out unsafe pictures.")] = 500,
@@ -63,14 +70,14 @@ def eval_inpainter(
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
     from guardpaint.testbed import open_testbed
-    from guardpaint.verify.seam import BackboneSeam, PixelSeam
+    from guardpaint.verify.seam import open_seam, own_seam
 
     models = dict(m.partition("=")[::2] for m in model)
     if not all(models.values()):
         raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
     scorer = AuditorScorer.from_pretrained(auditor) if auditor else None
-    seam = BackboneSeam(scorer) if scorer else PixelSeam()
-    say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), seam, scorer)))
+    rates = open_seam(seam, scorer) if seam else own_seam(scorer)
+    say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), rates, scorer)))
 
 
 @app.command("proposers")
@@ -114,6 +121,49 @@ def eval_proposers(
         rows = read_rollouts(rollouts_dir / "train", "uniform")
         picture = measure.dependence(rows, results.with_name("proposer-knobs.png"))
         typer.echo(str(picture))
+
+
+@app.command("gtp")
+@opens_bases
+def eval_gtp(
+    base: Annotated[list[str], typer.Option(help="Base model; repeat.")],
+    guard: Annotated[str | None, typer.Option(help="Guard checkpoint; default: the embedded one.")] = None,
+    learned: Annotated[str | None, typer.Option(help="Trained proposer; default: the guard's own.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Harmful prompts per base.")] = 10,
+    attacks: Annotated[
+        Path | None, typer.Option(help="Folder that `eval attack` wrote; default: harmful prompts of the testbed.")
+    ] = None,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option("--c", min=1, max=64, help="Candidates per tournament; repeat. Default: 3, 5, 7."),
+    ] = None,
+    seam: SeamOption = None,
+    results: ResultsFile = Path("docs/results/gtp.json"),
+    testbed: TestbedOption = None,
+    *,
+    options: BaseOptions,
+) -> None:
+    """The paper's table of the tournament policy: accepted and suggested tournaments and time, with and without it.
+
+    Run it again to resume. The table is written beside the results as Markdown.
+    """
+    from dataclasses import replace
+
+    from guardpaint.bases import load_guard
+    from guardpaint.evaluate import gtp
+    from guardpaint.testbed import open_testbed
+    from guardpaint.train.rollouts import attack_prompts, open_proposer
+
+    world = open_testbed(testbed)
+    loaded = load_guard(guard, None, warn, base[0], seam)
+    if learned:
+        loaded.parts = replace(loaded.parts, proposer=open_proposer(learned))
+    prompts = (attack_prompts(attacks) if attacks else world.harmful("attack", count))[:count]
+    opened = {name: world.base(name, options) for name in base}
+    judge = world.judge(loaded.policy)
+    budgets = tuple(budget or gtp.BUDGETS)
+    say_metrics(gtp.run(gtp.GtpOptions(loaded, opened, prompts, judge, results, budgets)))
+    typer.echo(results.with_suffix(".md").read_text())
 
 
 @app.command("attack")
@@ -263,21 +313,6 @@ def eval_prompts(
     typer.echo(f"{file}: {prompt_file.name}, {len(prompt_file.prompts)} prompts")
     for note in prompt_file.notes[:20]:
         err.print(f"not as published: {note}", style="yellow", markup=False)
-
-
-@app.command("history")
-def eval_history(
-    inpainter: Annotated[str, typer.Option(help="Inpainter before any alignment.")],
-    sft: Annotated[str, typer.Option(help="The same inpainter after SFT, adapter merged.")],
-    pairs: Annotated[Path, typer.Option(help="Folder of pairs (`guardpaint data pairs`).")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs/history"),
-    results: ResultsFile = Path("docs/results/alignment_history.json"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
-) -> None:
-    """Repeat the paper's alignment experiments as short runs and record which failures occur."""
-    from guardpaint.evaluate import history
-
-    typer.echo(history.run(inpainter, sft, pairs, out, results, steps))
 
 
 @app.command("auditor")

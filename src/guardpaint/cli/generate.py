@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import BASE_HELP, GuardOption, JsonOption, PolicyOption, dump, err, opens_bases, out, warn
+from guardpaint.cli.common import (
+    BASE_HELP,
+    GuardOption,
+    JsonOption,
+    PolicyOption,
+    SeamOption,
+    dump,
+    err,
+    opens_bases,
+    out,
+    warn,
+)
 from guardpaint.errors import BadInput
 
 if TYPE_CHECKING:
@@ -63,6 +74,7 @@ def generate(
     audit_log: Annotated[Path | None, typer.Option(help="Append to this audit log (JSONL).")] = None,
     key_file: Annotated[Path | None, typer.Option(help="Key of the audit log's HMAC.")] = None,
     anchor: Annotated[Path | None, typer.Option(help="Where to anchor the audit log's head.")] = None,
+    seam: SeamOption = None,
     as_json: JsonOption = False,
     *,
     options: BaseOptions,
@@ -75,7 +87,7 @@ def generate(
     asked = GenerateOptions(prompt, base, seed, n, out_dir, as_json, options)
     settings = {"mode": mode.value, "retain_evidence": retain_evidence}
     try:
-        loaded = load_guard(guard, policy, warn, base, **settings)
+        loaded = load_guard(guard, policy, warn, base, seam, **settings)
         code = draw(asked, loaded, LogOptions(audit_log, key_file, anchor))
     except KeyboardInterrupt:
         err.print("interrupted; nothing was released")

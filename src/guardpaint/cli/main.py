@@ -15,6 +15,7 @@ from guardpaint import __version__
 from guardpaint.cli import (
     audit,
     calibrate,
+    compose,
     data,
     demo,
     doctor,
@@ -22,6 +23,7 @@ from guardpaint.cli import (
     generate,
     log,
     presets,
+    recipe,
     rollouts,
     serve,
     train,
@@ -48,9 +50,12 @@ app.command()(serve.serve)
 app.command()(calibrate.calibrate)
 app.command()(calibrate.calibrate_scope)
 app.command()(calibrate.drift)
+app.command()(compose.compose)
+app.command()(compose.push)
 for name, group in (
     ("log", log.app),
     ("rollouts", rollouts.app),
+    ("recipe", recipe.app),
     ("train", train.app),
     ("data", data.app),
     ("eval", evaluate.app),

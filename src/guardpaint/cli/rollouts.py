@@ -23,7 +23,7 @@ app = typer.Typer(
 def states(
     base: Annotated[str, typer.Argument(help="Base that generates under guard, up to the first tournament.")],
     guard: Annotated[str, typer.Option(help="Guard checkpoint.")],
-    split: Annotated[str, typer.Option(help="train or test.")] = "train",
+    split: Annotated[list[str], typer.Option(help="train or test; repeat for both.")] = ["train"],  # noqa: B006
     count: Annotated[int, typer.Option(min=1, help="Number of states to store.")] = 150,
     attacks: Annotated[
         Path | None,
@@ -45,11 +45,12 @@ def states(
 
     world = open_testbed(testbed)
     attack_prompts = rollouts.attack_prompts(attacks) if attacks else ()
-    prompts = rollouts.rollout_prompts(world, split, 3 * count, attack_prompts)
-    path = rollouts.state_file(out_dir, base, split)
-    loaded = GuardPaint.from_pretrained(guard)
-    number = rollouts.collect_states(loaded, world.base(base, options), prompts, count, path)
-    typer.echo(f"{path}: {number} states")
+    prompts = {part: rollouts.rollout_prompts(world, part, 3 * count, attack_prompts) for part in split}
+    loaded, opened = GuardPaint.from_pretrained(guard), world.base(base, options)
+    for part in split:
+        path = rollouts.state_file(out_dir, base, part)
+        number = rollouts.collect_states(loaded, opened, prompts[part], count, path)
+        typer.echo(f"{path}: {number} states")
 
 
 @app.command()

@@ -124,11 +124,20 @@ class ViewPlan:
         return sha256_hex(json.dumps(values, sort_keys=True))
 
 
-def make(corpus: Corpus, plan: ViewPlan, out: Path, split: str, policy: Policy, quiet: bool = False) -> int:
+def make(
+    corpus: Corpus,
+    plan: ViewPlan,
+    out: Path,
+    split: str,
+    policy: Policy,
+    quiet: bool = False,
+    share: tuple[int, int] = (0, 1),
+) -> int:
     """Write views of every picture at one random step of the base, and of about every fourth as a finished picture.
 
     Returns the number of new files. A file is kept if it holds exactly these pictures with their current labels, made
-    by the same plan, so an interrupted run resumes where it stopped.
+    by the same plan, so an interrupted run resumes where it stopped. With `share` (k, n) only every n-th file is made,
+    from file k on.
     """
     wanted = members(corpus, split, policy)
     origin = plan.digest()
@@ -137,14 +146,17 @@ def make(corpus: Corpus, plan: ViewPlan, out: Path, split: str, policy: Policy, 
     total = -(-len(wanted) // SHARD)
     for k, part in enumerate(track(shards(corpus, wanted), f"{plan.name} {split}", total, quiet)):
         path = out / f"{plan.name}-{k:05d}-{split}.pt"
+        if k % share[1] != share[0]:
+            continue
         if path.exists() and holds(path, part, wanted, policy, origin):
             continue
         batches = [part[i : i + plan.batch] for i in range(0, len(part), plan.batch)]
         parts = [views_of(examples, wanted, plan, policy) for examples in batches]
         store([replace(v, origin=origin) for v in parts], path)
         new += 1
-    for path in sorted(out.glob(f"{plan.name}-*-{split}.pt"))[total:]:  # left from an earlier, larger split
-        path.unlink()
+    for path in sorted(out.glob(f"{plan.name}-[0-9]*-{split}.pt")) if share[0] == 0 else ():
+        if int(path.name.removeprefix(f"{plan.name}-").split("-")[0]) >= total:  # left from an earlier, larger split
+            path.unlink()
     return new
 
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from PIL import Image
 
+from guardpaint.audit.processors import chat_processor
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
@@ -87,11 +88,11 @@ class ChatLabeler:
 
     @classmethod
     def from_pretrained(cls, path: str, asking: Asking) -> ChatLabeler:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoModelForImageTextToText
 
         try:
             folder = resolve(path)
-            processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+            processor = chat_processor(folder)
             model = AutoModelForImageTextToText.from_pretrained(
                 folder, dtype="auto", device_map=None, use_safetensors=True, local_files_only=True
             )

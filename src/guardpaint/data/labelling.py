@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from guardpaint.data import hand_labels
 from guardpaint.data.hand_labels import categories_of
+from guardpaint.data.known_labels import KnownLabels
 from guardpaint.data.labelers import Captioner, Labeler
 from guardpaint.data.questions import Answer
 from guardpaint.data.store import Corpus, Example
@@ -27,6 +29,7 @@ from guardpaint.store.progress import bar
 from guardpaint.types import SAFE
 
 CAPTIONS = "captions.jsonl"
+T = TypeVar("T")
 
 
 def label_file(labeler: str, question: str) -> str:
@@ -34,21 +37,33 @@ def label_file(labeler: str, question: str) -> str:
     return f"labels-{re.sub(r'[^A-Za-z0-9.]+', '-', labeler).strip('-')}-{sha256_hex(question)[:8]}.jsonl"
 
 
-def label(
-    corpus: Corpus, labeler: Labeler, question: str, batch: int = 8, retry: bool = False, quiet: bool = False
+def label(  # noqa: PLR0913 (what is asked, of whom, and about which images)
+    corpus: Corpus,
+    labeler: Labeler | KnownLabels,
+    question: str,
+    batch: int = 8,
+    retry: bool = False,
+    quiet: bool = False,
+    *,
+    keys: set[str] | None = None,
+    name: str | None = None,
 ) -> str:
     """Label every image that has no answer yet, and with `retry` those whose answer could not be read.
 
-    Returns the name of the labels file.
+    With `keys` only these images. `name` stands for the labeler's own in the labels file's name, which is returned.
     """
-    name = label_file(labeler.name, question)
+    name = label_file(name or labeler.name, question)
     rows = {r["key"]: r for r in corpus.lines(name)}
     answered = {k for k, r in rows.items() if not (retry and r["scores"] is None)}
+    if keys is not None:
+        answered |= corpus.keys() - keys
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
-        pictures = [e.picture() for e in examples]
         start = time.perf_counter()
-        answers = guarded(labeler.label, pictures)
+        if isinstance(labeler, KnownLabels):
+            answers = labeler.read(examples)
+        else:
+            answers = guarded(labeler.label, [e.picture() for e in examples], unreadable)
         seconds = round((time.perf_counter() - start) / len(examples), 4)
         rows = [{"scores": a.scores, "problem": a.problem, "spread": a.spread, "raw": a.raw[:2000]} for a in answers]
         return [{"key": e.key, **row, "seconds": seconds} for e, row in zip(examples, rows, strict=True)]
@@ -57,23 +72,55 @@ def label(
     return name
 
 
-def guarded(call: Callable[[Sequence[Any]], list[Answer]], pictures: Sequence[Any]) -> list[Answer]:
-    """Answers for a batch. If the labeler raises, each picture is asked alone; one that still raises is unreadable."""
+def guarded(
+    call: Callable[[Sequence[Any]], Sequence[T]], pictures: Sequence[Any], fallback: Callable[[Exception], T]
+) -> list[T]:
+    """Answers for a batch. If the model raises, or loses an answer, each picture is asked about alone; one that still
+    fails gets the fallback."""
     try:
-        return call(pictures)
+        answers = list(call(pictures))
+        if len(answers) != len(pictures):
+            raise ValueError(f"{len(answers)} answers for {len(pictures)} pictures")
+        return answers
     except Exception as error:
         if len(pictures) == 1:
-            return [Answer(None, "", f"{type(error).__name__}: {error}")]
-        return [a for p in pictures for a in guarded(call, [p])]
+            return [fallback(error)]
+        return [a for p in pictures for a in guarded(call, [p], fallback)]
+
+
+def unreadable(error: Exception) -> Answer:
+    """The answer for a picture that makes a labeler fail."""
+    return Answer(None, "", f"{type(error).__name__}: {error}")
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many pictures have an answer, how many of these cannot be read, and why. A picture's last row counts."""
+    last = list({r["key"]: r for r in rows}.values())
+    problems = Counter(re.sub(r"\d+", "…", r["problem"])[:80] for r in last if r["scores"] is None)
+    text = f"{len(last)} answers, {problems.total()} unreadable"
+    if problems:
+        why = "; ".join(f"{n} × {problem or 'no reason given'}" for problem, n in problems.most_common(3))
+        more = f"; {len(problems) - 3} other reasons" if len(problems) > 3 else ""
+        text += (
+            f" ({problems.total() / len(last):.1%}: {why}{more}); they are never taken for safe and stay out of the "
+            "dataset; ask again with --retry"
+        )
+    return text
 
 
 def caption(corpus: Corpus, captioner: Captioner, batch: int = 8, quiet: bool = False) -> None:
-    """Write captions, to serve as prompts, for the images that have no prompt."""
-    answered = {r["key"] for r in corpus.lines(CAPTIONS)} | {e.key for e in corpus if e.prompt is not None}
+    """Write captions, to serve as prompts, for the images that have no prompt. Those that failed are tried again."""
+    rows = {r["key"]: r for r in corpus.lines(CAPTIONS)}
+    answered = {k for k, r in rows.items() if not r.get("problem")} | {e.key for e in corpus if e.prompt is not None}
 
     def ask(examples: Sequence[Example]) -> list[dict[str, Any]]:
-        texts = captioner.caption([e.picture() for e in examples])
-        return [{"key": e.key, "prompt": t} for e, t in zip(examples, texts, strict=True)]
+        found = guarded(
+            spoken, [e.picture() for e in examples], lambda error: (None, f"{type(error).__name__}: {error}")
+        )
+        return [{"key": e.key, "prompt": t, "problem": p} for e, (t, p) in zip(examples, found, strict=True)]
+
+    def spoken(pictures: Sequence[Any]) -> list[tuple[str | None, str]]:
+        return [(text, "") for text in captioner.caption(pictures)]
 
     work(corpus, CAPTIONS, answered, ask, batch, "captions", quiet)
 

@@ -5,8 +5,9 @@ guardpaint data ingest configs/data/paper.yaml --out corpora/paper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,8 @@ from PIL import Image
 
 from guardpaint.data.store import SHARD, Corpus, Example, key_of
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.store.images import png_bytes
+from guardpaint.store.folders import HUB, HUB_ID, refusal
+from guardpaint.store.images import png_bytes, read_bytes
 from guardpaint.store.progress import bar
 
 
@@ -29,9 +31,18 @@ class Rows(Protocol):
         ...
 
 
+SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tar", ".zip", ".png", ".jpg")
 OpenDataset = Callable[[str | None], Rows]
 """Opens the dataset of a testbed by name; None means the default testbed."""
-FORMATS = {"parquet": "parquet", "jsonl": "json", "imagefolder": "imagefolder", "webdataset": "webdataset"}
+FORMATS = {
+    "parquet": "parquet",
+    "jsonl": "json",
+    "csv": "csv",
+    "imagefolder": "imagefolder",
+    "webdataset": "webdataset",
+}
+FILE = "file"
+"""Among the columns that a source keeps, the one with the path of the image in the source."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +53,8 @@ class Source:
     path: str
     """A hub id owner/name, or a local file or folder."""
     format: str = "hub"
-    """hub, parquet, jsonl, imagefolder, webdataset, testbed (the path is NAME:SPLIT) or world (the default testbed; the
-    path is the split)."""
+    """hub, parquet, jsonl, csv, imagefolder, webdataset, testbed (the path is NAME:SPLIT) or world (the default
+    testbed; the path is the split)."""
     split: str = "train"
     config: str | None = None
     image: str = "image"
@@ -55,6 +66,8 @@ class Source:
     category: str | None = None
     """Nominal category of the whole source. It is only recorded: labels come from the labeler."""
     category_column: str | None = None
+    keep: Sequence[str] = ()
+    """Further columns to store, for labels by column."""
     limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +77,35 @@ class Source:
             raise BadConfig(f"source {self.name}: path={self.path!r}; write the path of a testbed as NAME:SPLIT")
         if not self.name.replace("-", "").replace("_", "").isalnum():
             raise BadConfig(f"source name {self.name!r}: use letters, digits, - and _ only")
+        if isinstance(self.keep, str) or FILE in self.keep or not all(isinstance(c, str) for c in self.keep):
+            raise BadConfig(f"source {self.name}: keep={self.keep!r}; write a list of columns, none of them {FILE!r}")
+
+    @property
+    def repository(self) -> str:
+        """The hub id of a source on the hub."""
+        return self.path.removeprefix(HUB)
+
+    def check_place(self) -> None:
+        """Raise BadInput if the files are not there, or if the path of a hub source cannot be a hub id."""
+        if self.format in FORMATS:
+            local_files(self)
+        elif self.format == "hub" and not self.path.startswith(HUB):
+            local = f"a local source needs `format:` {', '.join(FORMATS)}"
+            owner = Path(self.path.split("/")[0])
+            if Path(self.path).exists():
+                raise BadInput(f"source {self.name}: {self.path} is a local file or folder, but format is hub; {local}")
+            if not HUB_ID.fullmatch(self.path) or Path(self.path).suffix in SUFFIXES:
+                raise BadInput(
+                    f"source {self.name}: {self.path!r} is no local path, and no hub id, which is written OWNER/NAME; "
+                    f"{local}"
+                )
+            if owner.is_dir():
+                raise BadInput(
+                    f"source {self.name}: {self.path} does not exist, but the folder {owner} does; {local}, and a hub "
+                    f"id that begins like a folder is written {HUB}{self.path}"
+                )
+        elif self.format == "hub" and not HUB_ID.fullmatch(self.repository):
+            raise BadInput(f"source {self.name}: {self.path!r} is no hub id; write {HUB}OWNER/NAME")
 
 
 def load_manifest(path: Path) -> list[Source]:
@@ -81,8 +123,10 @@ def load_manifest(path: Path) -> list[Source]:
     return sources
 
 
-def stream(source: Source, skip: int = 0, open_dataset: OpenDataset | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source after the first `skip`, with encoded images."""
+def stream(
+    source: Source, skip: int = 0, open_dataset: OpenDataset | None = None, token: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a source after the first `skip`, with encoded images and with names for classes."""
     if source.format in ("testbed", "world"):
         if open_dataset is None:
             raise BadInput(f"source {source.name}: testbeds cannot be opened here; use `guardpaint data ingest`")
@@ -90,24 +134,31 @@ def stream(source: Source, skip: int = 0, open_dataset: OpenDataset | None = Non
         yield from open_dataset(name or None).rows(split, skip)
         return
     try:
+        from datasets import ClassLabel, load_dataset
         from datasets import Image as ImageColumn
-        from datasets import load_dataset
     except ImportError as error:
         raise BadInput("reading datasets needs the `datasets` library: pip install 'guardpaint[data]'") from error
+    source.check_place()
     try:
         if source.format == "hub":
-            data = load_dataset(source.path, source.config, split=source.split, streaming=True)
+            data = load_dataset(source.repository, source.config, split=source.split, streaming=True, token=token)
         else:
             builder = FORMATS[source.format]
             where: dict[str, Any] = {"data_files": local_files(source)}
             data = load_dataset(builder, **where, split="train", streaming=True)
         if isinstance((data.features or {}).get(source.image), ImageColumn):
             data = data.cast_column(source.image, ImageColumn(decode=False))
-        yield from data.skip(skip)
+        kept = {c: (data.features or {}).get(c) for c in source.keep}
+        classes = {c: feature.names for c, feature in kept.items() if isinstance(feature, ClassLabel)}
+        for row in data.skip(skip):
+            yield {**row, **{c: names[row[c]] for c, names in classes.items() if row[c] is not None and row[c] >= 0}}
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(f"source {source.name} ({source.path}): cannot be read ({error})") from error
+        why = f"cannot be read ({error})"
+        if source.format == "hub":
+            why = refusal(error, source.repository, None, token, "datasets/")
+        raise BadInput(f"source {source.name} ({source.path}): {why}") from error
 
 
 def local_files(source: Source) -> str | list[str]:
@@ -116,7 +167,13 @@ def local_files(source: Source) -> str | list[str]:
     if not path.exists() and not any(c in source.path for c in "*{"):
         raise BadInput(f"source {source.name}: {source.path} does not exist")
     if path.is_dir():
-        ends = {"parquet": "*.parquet", "jsonl": "*.jsonl", "webdataset": "*.tar", "imagefolder": "**/*"}
+        ends = {
+            "parquet": "*.parquet",
+            "jsonl": "*.jsonl",
+            "csv": "*.csv",
+            "webdataset": "*.tar",
+            "imagefolder": "**/*",
+        }
         files = sorted(str(p) for p in path.glob(ends[source.format]) if p.is_file())
         if not files:
             raise BadInput(f"source {source.name}: no file {ends[source.format]} in {source.path}")
@@ -124,8 +181,26 @@ def local_files(source: Source) -> str | list[str]:
     return source.path
 
 
-def image_bytes(value: Any, source: Source) -> bytes | None:
-    """The encoded bytes of a dataset's image value; None if it has no image."""
+def image_file(row: dict[str, Any], source: Source) -> str | None:
+    """The path of a row's image, relative to its source; None if the source does not say."""
+    value = row[source.image]
+    if isinstance(value, list):
+        value = value[0] if value else None
+    if isinstance(value, dict):
+        value = value.get("path")
+    if not isinstance(value, str):
+        value = row.get("__key__")
+    if not isinstance(value, str):
+        return None
+    path, root = Path(value), Path(source.root or source.path)
+    for start in (root, root.resolve()):
+        if path.is_relative_to(start):
+            path = path.relative_to(start)
+    return path.as_posix()
+
+
+def image_bytes(value: Any, source: Source) -> bytes:
+    """The encoded bytes of a dataset's image value; raises BadInput if there is no image."""
     if isinstance(value, list):
         value = value[0] if value else None
     if isinstance(value, dict):
@@ -140,8 +215,8 @@ def image_bytes(value: Any, source: Source) -> bytes | None:
         path = Path(value)
         if not path.is_absolute():
             path = (Path(source.root) if source.root else Path(source.path).parent) / path
-        return path.read_bytes() if path.is_file() else None
-    return None
+        return read_bytes(path)
+    raise BadInput("the row has no image")
 
 
 def ingest(
@@ -150,48 +225,74 @@ def ingest(
     limit: int | None = None,
     quiet: bool = False,
     open_dataset: OpenDataset | None = None,
+    token: str | None = None,
 ) -> dict[str, Any]:
-    """Read every source into the corpus, resuming where an earlier run stopped; returns counts per source."""
+    """Read every source into the corpus, resuming where an earlier run stopped; returns counts per source.
+
+    Images that cannot be read are counted and listed in broken.jsonl of the corpus. `token` is the hub's.
+    """
+    for source in sources:
+        source.check_place()
     known = corpus.keys() if corpus.files() else set()
     for source in sources:
         most = min((n for n in (source.limit, limit) if n is not None), default=None)
         seen = {"read": 0, "kept": 0, "repeated": 0, "broken": 0, **corpus.state().get(source.name, {})}
         if most is not None and seen["read"] >= most:
             continue
-        batch: list[Example] = []
+        batch = Batch()
         with bar(source.name, most, quiet, seen["read"]) as advance:
             left = None if most is None else most - seen["read"]
-            for row in islice(stream(source, seen["read"], open_dataset), left):
+            for row in islice(stream(source, seen["read"], open_dataset, token), left):
                 take(row, source, batch, known, seen)
                 advance(1)
-                if len(batch) >= SHARD:
-                    corpus.add(source.name, batch, seen)
-                    batch = []
-        corpus.add(source.name, batch, seen)
+                if len(batch.examples) + len(batch.broken) >= SHARD:
+                    corpus.add(source.name, batch.examples, seen, batch.broken)
+                    batch = Batch()
+        corpus.add(source.name, batch.examples, seen, batch.broken)
     return corpus.state()
 
 
-def take(row: dict[str, Any], source: Source, batch: list[Example], known: set[str], seen: dict[str, int]) -> None:
-    """Add a row to the batch and to the counts; repeated and broken images are only counted."""
+@dataclass
+class Batch:
+    """What has been read and not been stored yet."""
+
+    examples: list[Example] = field(default_factory=list)
+    broken: list[dict[str, Any]] = field(default_factory=list)
+
+
+def take(row: dict[str, Any], source: Source, batch: Batch, known: set[str], seen: dict[str, int]) -> None:
+    """Add a row to the batch and to the counts; repeated images are only counted, broken ones are listed."""
     seen["read"] += 1
-    if source.image not in row:
-        raise BadInput(f"source {source.name}: no column {source.image!r}; it has {', '.join(row)}")
-    data = image_bytes(row[source.image], source)
-    if data is None:
+    for column in (source.image, *source.keep):
+        if column not in row:
+            raise BadInput(f"source {source.name}: no column {column!r}; it has {', '.join(row)}")
+    file = image_file(row, source)
+    try:
+        example = example_of(row, source, file)
+        if example.key in known:
+            seen["repeated"] += 1
+            return
+        example.picture()
+    except BadInput as error:
         seen["broken"] += 1
+        batch.broken.append({"source": source.name, "row": seen["read"], "file": file, "problem": str(error)})
         return
+    known.add(example.key)
+    batch.examples.append(example)
+    seen["kept"] += 1
+
+
+def example_of(row: dict[str, Any], source: Source, file: str | None) -> Example:
+    """The example in a row; raises BadInput if it has no image."""
+    data = image_bytes(row[source.image], source)
     prompt = row.get(source.prompt) if source.prompt else None
     nominal = row.get(source.category_column) if source.category_column else source.category
     text = str(prompt).strip() if prompt else None
-    example = Example(key_of(data), data, text or None, source.name, None if nominal is None else str(nominal))
-    if example.key in known:
-        seen["repeated"] += 1
-        return
+    own = {c: row[c] for c in source.keep} | ({FILE: file} if file else {})
     try:
-        example.picture()
-    except BadInput:
-        seen["broken"] += 1
-        return
-    known.add(example.key)
-    batch.append(example)
-    seen["kept"] += 1
+        columns = json.dumps(own, ensure_ascii=False) if own else None
+    except TypeError as error:
+        raise BadConfig(
+            f"source {source.name}: keep={list(source.keep)}; only texts and numbers are kept ({error})"
+        ) from error
+    return Example(key_of(data), data, text or None, source.name, None if nominal is None else str(nominal), columns)

@@ -1,13 +1,15 @@
 """A corpus on disk: images in parquet shards, with captions, labels and splits in JSONL files beside them.
 
 OUT/
-  images/<source>-00000.parquet   key, image bytes, prompt, source, nominal category
+  images/<source>-00000.parquet   key, image bytes, prompt, source, nominal category, the source's own columns
   state.json                      counts per source, from which `ingest` resumes
+  broken.jsonl                    the images that could not be read, and why
   captions.jsonl  labels-<labeler>-<question>.jsonl  splits.jsonl
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from guardpaint.store.rows import append_rows, read_rows
 
 SHARD = 500
 """Images per parquet file."""
+BROKEN = "broken.jsonl"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ class Example:
     source: str
     nominal: str | None
     """The category that the source states; it never serves as a label."""
+    own: str | None = None
+    """JSON of what else the source says: `file`, the path of the image in the source, and the columns that its manifest
+    keeps. Only labels that are asked for by folder or column are read from here."""
+
+    def columns(self) -> dict[str, Any]:
+        """What else the source says about the image."""
+        return json.loads(self.own) if self.own else {}
 
     def picture(self) -> Image.Image:
         """The decoded image in RGB: the first frame, upright, over white. Raises BadInput if that is not possible."""
@@ -58,8 +68,14 @@ class Corpus:
         path = self.root / "state.json"
         return read_json(path) if path.exists() else {}
 
-    def add(self, source: str, examples: Sequence[Example], seen: Mapping[str, int]) -> Path | None:
-        """Write a shard, then the source's counts.
+    def add(
+        self,
+        source: str,
+        examples: Sequence[Example],
+        seen: Mapping[str, int],
+        broken: Sequence[Mapping[str, Any]] = (),
+    ) -> Path | None:
+        """Write a shard and the list of broken images, then the source's counts.
 
         After a crash in between, some rows are stored twice; readers skip repeated keys.
         """
@@ -73,6 +89,8 @@ class Corpus:
             part = path.with_suffix(".part")
             pq.write_table(pa.Table.from_pylist([asdict(e) for e in examples], schema()), part)
             part.rename(path)
+        if broken:
+            self.append(BROKEN, broken)
         write_json(self.root / "state.json", {**self.state(), source: dict(seen)})
         return path
 
@@ -98,6 +116,19 @@ class Corpus:
                         seen.add(row["key"])
                         yield Example(**row)
 
+    def one(self, pattern: str) -> str:
+        """The name of the only file of this corpus that fits a pattern; a plain name is returned as it is."""
+        if not any(c in pattern for c in "*?["):
+            return pattern
+        names = sorted(p.name for p in self.root.glob(pattern))
+        if len(names) != 1:
+            raise BadInput(f"{self.root / pattern}: {', '.join(names) or 'no file'}; the pattern must fit exactly one")
+        return names[0]
+
+    def broken(self) -> list[dict[str, Any]]:
+        """The images that could not be read, once each: source, row, file, problem."""
+        return list({(r["source"], r["row"]): r for r in self.lines(BROKEN)}.values())
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Rows of a JSONL file of this corpus."""
         return read_rows(self.root / name)
@@ -111,4 +142,6 @@ def schema() -> Any:
     import pyarrow as pa
 
     text = pa.string()
-    return pa.schema([("key", text), ("image", pa.binary()), ("prompt", text), ("source", text), ("nominal", text)])
+    return pa.schema(
+        [("key", text), ("image", pa.binary()), ("prompt", text), ("source", text), ("nominal", text), ("own", text)]
+    )

@@ -25,7 +25,7 @@ from guardpaint.guard import GuardPaint
 from guardpaint.loop.call import Hold, ImageState
 from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.recorder import Recorder
-from guardpaint.loop.release import components, report_of
+from guardpaint.loop.release import components, report_of, unguarded
 from guardpaint.loop.report import GuardReport, Status
 from guardpaint.loop.step import RepairPlan, StepContext, run_step
 from guardpaint.loop.verdict import Decision, conclude, failed
@@ -129,7 +129,7 @@ class Session:
             context = self.context(image, draft, StepView(picture, before.noise), image.edited)
             first = context.look(context.view.at(self.guard.parts.first_size(draft.progress))[None])[0]
             context.writer.picture("view", 0, picture, first.adv_map)
-            won = run_step(context, first).repair
+            won = run_step(context, context.in_tiles(first, context.view)).repair
             if won is not None:
                 self.hold(i, won.view, won.mask, x)
                 image.edited = True
@@ -195,7 +195,7 @@ class Session:
 
     def report(self, i: int, image: ImageState, status: Status, known: bool) -> GuardReport:
         parts = self.guard.parts
-        skipped = []
+        skipped = unguarded(parts)
         if not known:
             skipped.append({"what": "steps", "why": "the pictures come from no sampling run of this guard"})
         elif not self.audited and parts.config.mode != "off":
@@ -248,6 +248,7 @@ def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> 
     """A clone of ComfyUI's MODEL with the guard in its post-CFG functions, and the session for the final verdict."""
     if guard.parts.repairer.name == "native":
         raise BadConfig("the native repairer needs a diffusers pipeline; give the guard an inpainter")
+    guard.say_uncovered()
     inner = model.model
 
     def decode(z: Tensor) -> Tensor:

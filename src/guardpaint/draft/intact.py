@@ -46,6 +46,14 @@ def check_intact(folder: Path, variant: str | None = None) -> list[str]:
     return [name for name, kind in kinds.items() if kind is None]
 
 
+def only_variant(folder: Path) -> str | None:
+    """The one variant that a pipeline's folder holds instead of plain weight files; None if it has plain ones."""
+    parts = [name for name, kind in components(folder).items() if kind and not WITHOUT_WEIGHTS.search(kind)]
+    found = [set(weight_files(folder / name)) for name in parts]
+    shared = set.intersection(*found) if found else {None}
+    return None if None in shared or len(shared) != 1 else shared.pop()
+
+
 def components(folder: Path) -> dict[str, str | None]:
     """Names and classes of the components of a pipeline's folder; None is a component that it leaves empty."""
     path = folder / INDEX

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from guardpaint.audit.contract import check_pictures
 from guardpaint.audit.regions import latent_mask
 from guardpaint.config import audited_steps
 from guardpaint.draft import schedule
@@ -24,6 +25,7 @@ from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentView, View
 from guardpaint.errors import BadInput, GuardTimeout, NotFinite
 from guardpaint.loop import glance as glances
+from guardpaint.loop.null_text import NullText
 from guardpaint.loop.recorder import Recorder
 from guardpaint.loop.step import StepContext, reinsert_repair, run_step
 from guardpaint.reinsert.apply import Reinserted
@@ -104,8 +106,8 @@ class CallState:
     calls: list[DenoiserCall] = field(default_factory=list)
     """The denoiser calls of the current step."""
     holds: dict[int, Hold] = field(default_factory=dict)
-    nulls: dict[int, Tensor] = field(default_factory=dict)
-    """Optimised unconditional embeddings, by image."""
+    nulls: dict[int, NullText] = field(default_factory=dict)
+    """What null-text does in the remaining steps, by image."""
     index: int = 0
     """Number of executed steps."""
     audited: set[int] = field(default_factory=set)
@@ -133,12 +135,13 @@ class GuardedCall:
     def before_call(self, call: DenoiserCall) -> DenoiserCall:
         """Record the call, with optimised null-text embeddings in the rows of images that have one."""
         state = self.state
+        further = state.calls[1:] if state.stepped else []
         if state.stepped:
             state.calls, state.stepped = [], False
         if state.nulls and call.sample.shape[0] == 2 * len(state.images):
             states = call.kwargs["encoder_hidden_states"].clone()
-            for image, embedding in state.nulls.items():
-                states[image] = embedding[0].to(states)
+            for image, null in state.nulls.items():
+                states[image] = self.embedding(image, null, (call, *further))[0].to(states)
             call = replace(call, kwargs={**call.kwargs, "encoder_hidden_states": states})
         state.calls.append(call)
         return call
@@ -210,7 +213,7 @@ class GuardedCall:
         )
         for i, image in zip(alive, images, strict=True):
             try:
-                image.recorder.spend(image.recorder.glances[-1].seconds)
+                image.recorder.spend(sum(g.seconds for g in image.recorder.glances[-1:] if g.step == step))
             except GuardTimeout as error:
                 self.fail(error, [i])
         return self.guard_step(step, stepped, found) if found else stepped
@@ -238,6 +241,7 @@ class GuardedCall:
         new = stepped
         for i, first, picture in zip(alive, firsts, pictures, strict=True):
             try:
+                check_pictures(picture)
                 context = self.context(i, drafts[i], views[i])
                 context.writer.picture("view", 0, picture, first.adv_map)
                 context.writer.first_pass(share)
@@ -280,7 +284,7 @@ class GuardedCall:
                 weight = torch.maximum(weight, state.holds[i].weight)
             state.holds[i] = Hold(self.packed(edit.z0), weight)
         if reinserted.embedding is not None:
-            state.nulls[i] = reinserted.embedding
+            state.nulls[i] = NullText(edit, reinserted.embedding, draft.step + 1, reinserted.every_step)
         if reinserted.edits_history:
             z0, mask, eps = self.packed(edit.z0), self.packed_mask(edit), self.packed(draft.eps)
             self.levels.edit_history(draft.step, i, z0, mask, eps)
@@ -300,6 +304,22 @@ class GuardedCall:
             context.writer.note(
                 "the held repair was flagged again: the hold is released and the region repaired once more"
             )
+
+    def embedding(self, image: int, null: NullText, calls: Sequence[DenoiserCall]) -> Tensor:
+        """The image's unconditional embedding for the current step, optimised now if it needs one of its own.
+
+        `calls` are those of this step; the ones that are still to come are taken from the step before.
+        """
+        step = self.state.index
+        if null.every_step and null.step != step:
+            start = time.perf_counter()
+            try:
+                base = replace(self.base(image), calls=tuple(calls))
+                null.optimise(step, calls[0].sample[image], self.levels.at(step), base)
+                self.state.images[image].recorder.spend(time.perf_counter() - start)
+            except Exception as error:
+                self.fail(error, [image])
+        return null.embedding
 
     # Inputs of the stages --------------------------------------------------------------------------
 
@@ -344,6 +364,11 @@ class GuardedCall:
         """Warn, and note for the reports, if the call runs with settings that the guard was not calibrated for."""
         setup, scope = self.setup, self.setup.parts.config.scope
         if scope is None:
+            fine = setup.parts.fine_size
+            note = f"pictures of {size[1]}x{size[0]} are only seen whole, {fine} pixels high or wide: the guard has no "
+            note += "scope, so small harm may not be seen (guardpaint calibrate-scope)"
+            if min(size) > fine and note not in self.state.notes:
+                self.state.notes.append(note)
             return
         guidance = setup.family.guidance(setup.pipe) if setup.family.name != "flux" else None
         for what in scope.outside(size, guidance, setup.pipe.num_timesteps):

@@ -42,10 +42,17 @@ def glance(
     start = time.perf_counter()
     step, progress = at
     pictures = decoder.at(torch.stack([v.latent for v in views.values()]), parts.glance_size).cpu()
-    audits = parts.audit(pictures, prompts, next(iter(views.values())).noise)
+    noise = next(iter(views.values())).noise
+    sound = [k for k, picture in enumerate(pictures) if torch.isfinite(picture).all()]
+    seen = parts.audit(pictures[sound], [prompts[k] for k in sound], noise) if sound else []
+    audits = dict(zip(sound, seen, strict=True))
     share = (time.perf_counter() - start) / len(views)
     found = []
-    for image, audit, recorder in zip(views, audits, records, strict=True):
+    for k, (image, recorder) in enumerate(zip(views, records, strict=True)):
+        audit = audits.get(k)
+        if audit is None:  # the audit of this image says what is wrong with it, and of no other
+            found.append(image)
+            continue
         audited = scheduled(parts, audit, progress)
         limit = parts.glance_trigger(progress)
         recorder.glances.append(GlanceRecord(step, progress, parts.glance_size, audit.adv_prob, limit, audited, share))

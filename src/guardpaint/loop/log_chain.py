@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,25 +125,25 @@ def read_entries(path: str | Path) -> list[tuple[int, Any, str]]:
     return [(number, entry, problem) for number, entry, problem, _ in read_lines(path)]
 
 
-def read_lines(path: str | Path) -> list[tuple[int, Any, str, bytes]]:
-    """The same with the bytes of each line."""
+def read_lines(path: str | Path) -> Iterator[tuple[int, Any, str, bytes]]:
+    """The same one after the other, with the bytes of each line; a log may be larger than the memory."""
     try:
-        raw = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    yield number, None, f"line {number}: {HALF}", line
+                    return
+                line = line[:-1]
+                try:
+                    entry = json.loads(line)
+                    if not isinstance(entry, dict):
+                        raise ValueError("not an object")
+                except (ValueError, RecursionError) as error:
+                    yield number, None, f"line {number}: not a complete record ({error})", line
+                    return
+                yield number, entry, "", line
     except OSError as error:
         raise AuditLogError(f"{path}: cannot be read ({error.strerror})") from error
-    rows: list[tuple[int, Any, str, bytes]] = []
-    *lines, half = raw.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            if not isinstance(entry, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
-            return [*rows, (number, None, f"line {number}: not a complete record ({error})", line)]
-        rows.append((number, entry, "", line))
-    if half:
-        rows.append((len(lines) + 1, None, f"line {len(lines) + 1}: {HALF}", half))
-    return rows
 
 
 def verify_log(path: str | Path, *, key: bytes | None = None, anchor: str | Path | None = None) -> LogState:

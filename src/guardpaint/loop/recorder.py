@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.errors import GuardTimeout
-from guardpaint.loop.evidence import Evidence
+from guardpaint.loop.evidence import KEPT_SIDE, Evidence
 from guardpaint.loop.pictures import blurred_thumbnail
 from guardpaint.loop.report import ApprovalRecord, AuditRecord, FinalRecord, GlanceRecord, StepRecord
 from guardpaint.policy import Finding
@@ -149,5 +149,6 @@ class StepWriter:
     def picture(self, kind: str, index: int, image: Float[Tensor, "3 h w"], heat: Tensor | None = None) -> None:
         """Keep a picture for the report, clear or blurred as the recorder says."""
         clear = self.recorder.clear
-        shown = to_pil(image) if clear else blurred_thumbnail(image)
-        self.recorder.evidence.append(Evidence(self.record.step, kind, index, shown, not clear, heat))
+        kept = to_pil(image) if clear else blurred_thumbnail(image, KEPT_SIDE)
+        own = None if heat is None else heat.clone()  # a view of it would keep the maps of a whole batch
+        self.recorder.evidence.append(Evidence(self.record.step, kind, index, kept, not clear, own))

@@ -21,6 +21,7 @@ from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.report import GuardReport, Status
 from guardpaint.loop.step import RepairPlan, StepContext, edit_of
 from guardpaint.loop.verdict import Decision, conclude, failed, look_twice, tried
+from guardpaint.policy import Finding
 from guardpaint.reinsert.rules import x0_substitution
 from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.store.images import from_pil, to_pil
@@ -133,9 +134,22 @@ def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, d
         return replace(decision, latent=latent, audits=(*decision.audits, record))
     if decision.otherwise is not None:
         earlier = replace(decision.otherwise, approvals=decision.approvals)
-        return as_latent(call, images, i, context, earlier)
+        if earlier.repair is not None:
+            return as_latent(call, images, i, context, earlier)
+        earlier, finding = approved_as_it_is(context, earlier)
+        if finding is None:
+            return earlier
+        decision = replace(decision, approvals=earlier.approvals)
     ladder = tried(decision, "latent", "flagged after the VAE round trip")
     return replace(decision, status=Status.BLOCKED, verdict="flagged", repair=None, ladder=ladder)
+
+
+def approved_as_it_is(context: StepContext, decision: Decision) -> tuple[Decision, Finding | None]:
+    """Show the approver the picture as the loop left it: so far it has seen only the one that was made of it."""
+    if context.parts.approver is None:
+        return decision, None
+    _, finding, approval = context.approval(context.view.full(), edited=True)
+    return replace(decision, approvals=(*decision.approvals, approval)), finding
 
 
 def handed_out(images: Any, decisions: Sequence[Decision], output_type: str) -> Any:

@@ -168,6 +168,11 @@ class GuardReport:
     def exit_code(self) -> int:
         return self.status.exit_code
 
+    @property
+    def evidence_bytes(self) -> int:
+        """Memory that the pictures and maps of the evidence take."""
+        return sum(e.bytes for e in self.evidence)
+
     def to_dict(self) -> JsonDict:
         values = {k: v for k, v in vars(self).items() if k != "evidence" and (k, v) != ("caller", None)}
         values["status"] = str(self.status)

@@ -115,7 +115,11 @@ def approved(finished: Finished, passed: Decision) -> Decision:
     if context.parts.config.mode == "monitor":
         return refused
     context.writer.triggered(finding)
-    return last_resort(Flagged(context, image, with_heat(audit, said), finding, won), refused)
+    fine = context.parts.fine_size
+    if audit.pixels != fine:  # a repair audits the picture at this size, and would not see what the approver saw
+        with context.writer.clock("audit"):
+            audit = replace(context, view=PixelView(image)).inspect(PixelView(image), fine)
+    return last_resort(Flagged(context, image, with_heat(audit, said), finding, won, said), refused)
 
 
 def with_heat(audit: Audit, said: Approval) -> Audit:
@@ -173,6 +177,8 @@ class Flagged:
     finding: Finding
     earlier: Repair | None = None
     """A repair that is in the image already; its mask is added to that of any later repair."""
+    said: Approval | None = None
+    """What the approver said, if it was the one that refused."""
 
 
 def last_resort(flagged: Flagged, decision: Decision) -> Decision:
@@ -220,6 +226,7 @@ def regional_blur(flagged: Flagged) -> Repair:
     if audit.tiles:  # the blurred picture is edited, so its tiles will not be lowered: find all that they show
         finished = replace(flagged.context, view=PixelView(image), edited=True)
         audit = finished.inspect(finished.view, audit.pixels)
+        audit = audit if flagged.said is None else with_heat(audit, flagged.said)
     regions = unsafe_regions(flagged.context, audit, flagged.finding, image)
     h, w = int(image.shape[-2]), int(image.shape[-1])
     mask = soft_mask(union(regions).mask, 1.0, 0.5) if regions else torch.ones(h, w)

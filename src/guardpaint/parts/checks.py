@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.repair.proposer import TournamentProposer
@@ -45,3 +46,17 @@ def check_scores(auditor: Auditor, proposer: Proposer, ranker: Ranker | None) ->
                 f"{type(auditor).__name__} gives {has or 'none'}; leave the proposer out, or train one with this "
                 "auditor"
             )
+
+
+def other_gate(proposer: Proposer, config: GuardConfig) -> str | None:
+    """What to warn of if a trained proposer learned under other gates than the guard has; None if they agree.
+
+    A checkpoint that does not name its gates is not compared.
+    """
+    trained = proposer.config.gate if isinstance(proposer, TournamentProposer) else None
+    if trained is None or trained == config.gate:
+        return None
+    return (
+        f"the proposer was trained under the gates {trained}, the guard has {config.gate}: it proposes what those let "
+        "through; train it under the guard's own, or set them back"
+    )

@@ -48,10 +48,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "ranker": {"ranker": "guardpaint.repair.ranker:Ranker"},
     "seam": {
         "pixels": "guardpaint.verify.seam:PixelSeam",
-        "lpips_vgg": "guardpaint.verify.seam:LpipsVGG",
+        "lpips_vgg": "guardpaint.verify.lpips:LpipsVGG",
+        "lpips_alex": "guardpaint.verify.lpips:LpipsAlex",
     },
 }
-"""Role → kind → where its class is. The seam metric `auditor_backbone` needs no entry: a guard has it by itself."""
+"""Role → kind → where its class is. The seam metric `auditor_backbone` needs none: a manifest without one means it."""
 GROUPS = {"auditor": plugins.AUDITORS, "approver": plugins.APPROVERS, "repairer": plugins.REPAIRERS}
 HAVE_DTYPE = ("auditor-scorer", "learned", "ranker")
 """Kinds of our own networks, whose weights can be stored in another precision."""

@@ -24,6 +24,8 @@ PRESET = "preset:"
 """Prefix of a preset's name wherever a guard is named."""
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"
 REAL, RANDOM = "real weights", "random-initialised classes"
+DOLLS = "dolls"
+"""The preset that is the embedded guard."""
 Open = Callable[..., Any]
 """Opens one part: role, kind, model, options."""
 
@@ -111,7 +113,7 @@ PRESETS: dict[str, Preset] = {
     p.name: p
     for p in (
         Preset(
-            "dolls",
+            DOLLS,
             "the embedded guard of the paper-doll world, trained and measured there",
             {"nudity": "its auditor", "violence": "its auditor"},
             REAL,

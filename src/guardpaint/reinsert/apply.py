@@ -14,6 +14,8 @@ from guardpaint.types import Draft, Edit
 
 UNET_ONLY = ("ddim_inversion", "ddpm_noise")
 FLOW_ONLY = ("flow_ode",)
+NULL_TEXT = ("null_text", "null_text_single")
+"""With an embedding for every remaining step, and with one for all of them."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class Reinserted:
     note: str = ""
     hold: float = 0.0
     embedding: Float[Tensor, "1 l d"] | None = None
+    """The unconditional embedding of the next step."""
+    every_step: bool = False
+    """Whether each later step optimises an embedding of its own; else all use this one."""
     edits_history: bool = False
 
 
@@ -34,8 +39,8 @@ def fitting(rule: str, flow: bool, has_cfg: bool) -> tuple[str, str]:
         return "x0_substitution", f"{rule} is for flow models"
     if rule in UNET_ONLY and flow:
         return "flow_ode", f"{rule} is for UNet models"
-    if rule == "null_text" and not has_cfg:
-        return "direct_blend", "null_text needs a classifier-free branch"
+    if rule in NULL_TEXT and not has_cfg:
+        return "direct_blend", f"{rule} needs a classifier-free branch"
     return rule, ""
 
 
@@ -47,10 +52,10 @@ def choose(rule: str, draft: Draft, family: Family) -> tuple[str, str]:
     other, why = fitting(rule, draft.base.prediction == "flow", not called or draft.base.has_cfg)
     if why:
         return other, why
-    if rule in ("ddim_inversion", "null_text") and not called:
+    if rule in ("ddim_inversion", *NULL_TEXT) and not called:
         return "direct_blend", f"{rule} needs the base's denoiser, and no call of it was recorded"
-    if rule == "null_text" and draft.step + 1 >= draft.steps:
-        return "direct_blend", "null_text needs at least one step left"
+    if rule in NULL_TEXT and draft.step + 1 >= draft.steps:
+        return "direct_blend", f"{rule} needs at least one step left"
     if rule == "ddim_inversion" and draft.after.noise <= 0:
         return "direct_blend", "nothing to invert to at noise 0"
     return rule, ""
@@ -70,9 +75,10 @@ def reinsert(
         return Reinserted(rules.direct_blend(z, edit, level, alpha), rule, note)
     if rule == "ddim_inversion":
         return Reinserted(rules.ddim_inversion(z, edit, level, alpha, draft.base), rule, note)
-    if rule == "null_text":
+    if rule in NULL_TEXT:
         blended = rules.direct_blend(z, edit, level, alpha)
-        return Reinserted(blended, rule, note, embedding=rules.null_text(blended, edit, level, draft.base))
+        embedding = rules.null_text(blended, edit, level, draft.base)
+        return Reinserted(blended, rule, note, embedding=embedding, every_step=rule == "null_text")
     latent = rules.x0_substitution(z, edit, level, draft.eps)
     held = hold if rule == "held_substitution" else 0.0
     return Reinserted(latent, rule, note, hold=held, edits_history=True)

@@ -48,17 +48,21 @@ def ddim_inversion(
     return inside(z, current[0] * scale, alpha * edit.mask)
 
 
-def null_text(z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: Denoiser) -> Float[Tensor, "1 l d"]:
+def null_text(
+    z: Float[Tensor, "c h w"], edit: Edit, level: Level, base: Denoiser, start: Float[Tensor, "1 l d"] | None = None
+) -> Float[Tensor, "1 l d"]:
     """The unconditional embedding under which the guided estimate from the live latent is ẑ0 inside m.
 
-    It needs gradients inside of the pipeline's `no_grad`, or of the caller's `torch.inference_mode`, whose tensors
-    autograd accepts as copies only.
+    The optimiser starts from `start`, such as the embedding of the step before, or from the base's own. It needs
+    gradients inside of the pipeline's `no_grad`, or of the caller's `torch.inference_mode`, whose tensors autograd
+    accepts as copies only.
     """
     with torch.inference_mode(False), torch.enable_grad():
         base = base.outside_inference()
         z, z0, mask = z.detach().clone(), edit.z0.clone(), edit.mask.clone()
         weight = mask / mask.sum().clamp_min(1e-12)
-        embedding = base.null_states.detach().float().clone().requires_grad_(True)
+        first = base.null_states if start is None else start
+        embedding = first.detach().float().clone().requires_grad_(True)
         optimiser = torch.optim.AdamW([embedding], lr=NULL_TEXT_LR)
         for _ in range(NULL_TEXT_STEPS):
             x0, _ = base.with_null_embedding(embedding).estimate(z[None], level)

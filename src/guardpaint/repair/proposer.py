@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from guardpaint.config import GateSettings
 from guardpaint.errors import BadConfig
 from guardpaint.repair.knobs import CONTINUOUS, SEED_BUCKETS, denormalise
 from guardpaint.store.checkpoint import fingerprint, loaded, read_shape, save_module
@@ -25,10 +26,12 @@ LOG_STD = (-4.0, 0.5)
 class ProposerConfig:
     text_dim: int = 512
     image_dim: int = 256
-    latent_channels: int = 4
-    """Of the base; fewer or more channels are padded or folded to this many."""
+    latent_channels: int = 16
+    """The most that any base has; latents with fewer channels are padded with zeros."""
     projection: int = 64
     hidden: tuple[int, int, int] = (256, 128, 64)
+    gate: GateSettings | None = None
+    """The gates of the utility that it was trained for; None if it was not trained, or nobody wrote them down."""
 
     @property
     def state_dim(self) -> int:
@@ -77,7 +80,10 @@ class StateEncoder(nn.Module):
 
 
 def fold_channels(x: Float[Tensor, "b c h w"], channels: int) -> Float[Tensor, "b k h w"]:
-    """One proposer for every latent space: average groups of channels, or pad with zeros."""
+    """One proposer for every latent space: missing channels are zeros.
+
+    A proposer that was trained on bases with fewer channels than this latent sees averages of groups of them.
+    """
     c = x.shape[1]
     if c == channels:
         return x
@@ -167,4 +173,6 @@ class TournamentProposer(nn.Module):
     def from_pretrained(cls, directory: str | Path) -> TournamentProposer:
         directory = Path(directory)
         shape = read_shape(directory, "TournamentProposer")
+        if shape.get("gate") is not None:
+            shape = {**shape, "gate": GateSettings.from_dict(shape["gate"])}
         return loaded(lambda: cls(ProposerConfig(**shape)), directory).eval()

@@ -18,7 +18,7 @@ from PIL import Image
 
 from guardpaint import __version__
 from guardpaint.errors import AuditLogError, GuardPaintError, NotKept
-from guardpaint.loop.report import GuardReport, StepRecord
+from guardpaint.loop.report import StepRecord
 from guardpaint.loop.report_page import render
 from guardpaint.policy import Policy
 from guardpaint.serve.disclosure import disclosed, heat_url, pictures_for, shown_to
@@ -196,12 +196,12 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/v1/images/{name}.png", response_class=Response, responses=promised(401, 404) | IMAGE)
     async def picture(name: str, key: Caller) -> Response:
         """A released picture, for the caller who requested it and for operators."""
-        return Response(png_bytes(service.pictures.get(name, key)), media_type="image/png")
+        return Response(service.pictures.get(name, key), media_type="image/png")
 
     @app.get("/v1/reports/{name}", responses=promised(400, 401, 403, 404) | PAGE_OR_JSON)
     async def report(name: str, key: Caller, html: bool = False) -> Response:
         """What the guard did to one picture: exactly for operators; coarsely and without heat maps for its owner."""
-        stored: GuardReport = service.reports.get(name, key)
+        stored = service.report(name, key)
         if html:
             if any(not e.blurred for e in stored.evidence) and not key.operator:
                 raise refused(403, "clear evidence is for operators only; ask for the JSON report", None, "forbidden")
@@ -211,7 +211,7 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/v1/reports/{name}/evidence", responses=promised(401, 404))
     async def evidence(name: str, key: Caller) -> Any:
         """The pictures behind a report: blurred for their owner; clear, if they were retained, for operators."""
-        stored: GuardReport = service.reports.get(name, key)
+        stored = service.report(name, key)
         return [
             {"step": e.step, "kind": e.kind, "index": e.index, "blurred": e.blurred,
              "b64_json": base64.b64encode(png_bytes(e.image)).decode(),

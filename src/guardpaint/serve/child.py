@@ -18,6 +18,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,10 +36,13 @@ from guardpaint.serve.disclosure import audited
 from guardpaint.serve.engine import Engine, catches
 from guardpaint.serve.jobs import Job, Order
 from guardpaint.serve.settings import Key
+from guardpaint.store.heap import few_heaps, give_back
 from guardpaint.types import JsonDict
 
 Recipe = Callable[[], tuple[GuardPaint, Any, Mapping[str, Any]]]
 """Loads guard, pipeline and call arguments. It is pickled, so it must be importable, or a partial of what is."""
+TIDYING = 5.0
+"""Seconds between two times at which unused memory is given back."""
 ACKNOWLEDGED = 60.0
 """Seconds to wait until the service has written a record."""
 
@@ -64,12 +68,14 @@ class Upload:
 
 def main(pipe: Connection, recipe: Recipe, logged: bool) -> None:
     """Load, then answer until the service closes its end of the pipe or kills this process."""
+    few_heaps()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the service, which says when to stop
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     link = Link(pipe)
     threading.Thread(target=link.listen, name="listen", daemon=True).start()
     try:
         guard, pipeline, call = recipe()
+        guard.remember_requests(1)  # the service keeps the reports
         if logged:
             guard.audit_log = RemoteLog(link)
         studio = Studio(link, guard, Engine(pipeline, call))
@@ -140,6 +146,7 @@ class Studio:
 
     def __init__(self, link: Link, guard: GuardPaint, engine: Engine) -> None:
         self.link, self.guard, self.engine = link, guard, engine
+        self.tidied = time.monotonic()
 
     def work(self, tasks: queue.SimpleQueue[tuple[str, int, Any]]) -> None:
         """Do one task after the other, for ever."""
@@ -151,6 +158,14 @@ class Studio:
                 self.link.send("failed", number, portable(error))
             else:
                 self.link.send("done", number, result)
+            task = result = None  # not until the next task comes
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Give unused memory back now and then."""
+        if time.monotonic() - self.tidied > TIDYING:
+            self.tidied = time.monotonic()
+            give_back()
 
     def under(self, policy: Policy) -> GuardPaint:
         """The guard under this policy."""

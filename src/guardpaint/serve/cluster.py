@@ -233,11 +233,13 @@ class Cluster:
         raise Overloaded("the replica ended without a result")
 
     async def audit(self, picture: Image.Image, prompt: str | None, key: Key) -> AuditResponse:
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             response = self.handle.audit.remote(picture, prompt, key, self.rule)
             return await asyncio.wait_for(response, self.settings.timeout)
+        except RayTaskError as error:  # what the replica itself raised
+            raise error.cause if isinstance(error.cause, Exception) else error from None
         except (TimeoutError, RayError) as error:
             raise Overloaded(f"no replica answered ({type(error).__name__})") from error
 

@@ -6,9 +6,10 @@ import asyncio
 import base64
 import json
 import logging
+import pickle
 import secrets
 import time
-from collections import OrderedDict
+import zlib
 from typing import Any
 
 from fastapi import HTTPException
@@ -25,6 +26,7 @@ from guardpaint.serve.schemas import ImageItem, ImageRequest, Safety, problem
 from guardpaint.serve.settings import Key, Settings
 from guardpaint.serve.trace import record, tracer
 from guardpaint.store.images import png_bytes
+from guardpaint.store.recent import Recent
 
 log = logging.getLogger("guardpaint.serve")
 VIOLATION = "content_policy_violation"
@@ -37,26 +39,23 @@ WITHHELD = {
 
 
 class Store:
-    """The latest pictures or reports, each with its owner."""
+    """The latest pictures or reports as bytes, each with its owner."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.kept: OrderedDict[str, tuple[str, Any]] = OrderedDict()
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self.kept: Recent[tuple[str, bytes]] = Recent(most, most_bytes)
 
-    def put(self, owner: str, value: Any) -> str:
-        """Keep a value and return its random name; the oldest one is dropped when there are too many."""
+    def put(self, owner: str, data: bytes) -> str:
+        """Keep some bytes and return their random name; the oldest ones make room for them."""
         name = secrets.token_urlsafe(16)
-        self.kept[name] = (owner, value)
-        while len(self.kept) > self.most:
-            self.kept.popitem(last=False)
+        self.kept.put(name, (owner, data), len(data))
         return name
 
-    def get(self, name: str, key: Key) -> Any:
-        """The value, for its owner and for operators; for anyone else it does not exist."""
-        owner, value = self.kept.get(name, ("", None))
-        if value is None or (owner != key.name and not key.operator):
+    def get(self, name: str, key: Key) -> bytes:
+        """The bytes, for their owner and for operators; for anyone else they do not exist."""
+        owner, data = self.kept.get(name) or ("", b"")
+        if not data or (owner != key.name and not key.operator):
             raise HTTPException(404, "does not exist any more, or belongs to another caller")
-        return value
+        return data
 
 
 class Service:
@@ -67,7 +66,8 @@ class Service:
         self.metrics = Metrics(lambda: float(self.worker.depth))
         self.tracer = tracer()
         self.worker.on_batch = self.account
-        self.rates, self.pictures, self.reports = Rates(), Store(settings.kept_images), Store(settings.kept_images)
+        self.rates = Rates()
+        self.pictures, self.reports = (Store(settings.kept_images, settings.kept_memory) for _ in range(2))
         self.self_test = self_test
         self.tested: tuple[Policy, float, bool] | None = None
         self.testing = asyncio.Lock()
@@ -147,10 +147,15 @@ class Service:
             self.rates.give_back(key, len(jobs))
             raise mapped(error) from error
 
+    def report(self, name: str, key: Key) -> GuardReport:
+        """A report that is still kept, for its owner and for operators."""
+        report: GuardReport = pickle.loads(zlib.decompress(self.reports.get(name, key)))
+        return report
+
     def item(self, job: Job, done: Done, form: str, base: str) -> ImageItem:
         """One item of the response; it has a picture only if that was released."""
         report = done.report
-        name = self.reports.put(job.owner, report)
+        name = self.reports.put(job.owner, packed(report))
         flagged = next((s for s in report.steps if s.triggered), None)
         safety = Safety(
             status=report.status,
@@ -165,10 +170,15 @@ class Service:
             detail: Any = withheld(FAILED if report.errors else VIOLATION).detail
             entry.error = detail
         elif form == "url":
-            entry.url = f"{base}v1/images/{self.pictures.put(job.owner, done.image)}.png"
+            entry.url = f"{base}v1/images/{self.pictures.put(job.owner, png_bytes(done.image))}.png"
         else:
             entry.b64_json = base64.b64encode(png_bytes(done.image)).decode()
         return entry
+
+
+def packed(report: GuardReport) -> bytes:
+    """A report at a fifth of its size in memory. Clear evidence is left as it is: it would take too long."""
+    return zlib.compress(pickle.dumps(report), 1 if report.evidence_bytes < 2**20 else 0)
 
 
 def refused(

@@ -82,6 +82,8 @@ class Settings:
     """Further names by which the service may be called. Without keys only those of this machine are taken otherwise."""
     kept_images: int = 256
     """How many of the latest pictures and of the latest reports can be fetched."""
+    kept_memory: int = 2**28
+    """Bytes that those pictures may take, and those of the reports: clear evidence is large."""
     largest_pixels: int = Limits.largest_pixels
     """Pixels of an uploaded picture, all frames together; larger ones are refused with 413 before they are decoded."""
     most_frames: int = Limits.most_frames
@@ -96,7 +98,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("queue", "batch", "most_images", "most_steps", "longest_prompt", "largest_body", "kept_images",
-                     "largest_pixels", "most_frames", "longest_side", "upload_memory"):  # fmt: skip
+                     "kept_memory", "largest_pixels", "most_frames", "longest_side", "upload_memory"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("slow_client", "body_time", "header_time", "idle_time", "write_time"):

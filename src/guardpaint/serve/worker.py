@@ -31,6 +31,7 @@ class Worker(Dispatcher):
         log = guard.audit_log if isinstance(guard.audit_log, AuditLog) else None
         super().__init__(self.engine.facts(guard), settings, Records(log, state))
         self.guard = guard
+        guard.remember_requests(1)  # the service keeps the reports
         policy = first_policy(self.records, self.facts)
         if policy != guard.policy:
             self.use_policy(policy)

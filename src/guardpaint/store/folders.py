@@ -79,17 +79,22 @@ def resolve(name: str | Path, download: Callable[..., Path] = snapshot, access: 
     return folder
 
 
-def refusal(error: BaseException, repo: str, revision: str | None, token: str | None) -> str:
-    """Why a download failed and what to do about it; the token is never part of it."""
+def refusal(error: BaseException, repo: str, revision: str | None, token: str | None, section: str = "") -> str:
+    """Why a download failed and what to do about it; the token is never part of it.
+
+    `section` is what the hub's pages of a kind begin with, as `datasets/`; those of models begin with nothing.
+    """
     kinds = {cls.__name__ for link in causes(error) for cls in type(link).__mro__}
-    page = f"https://huggingface.co/{repo}"
-    if "GatedRepoError" in kinds and token is None:
+    page = f"https://huggingface.co/{section}{repo}"
+    dataset = "DatasetNotFoundError" in kinds  # the library hides the hub's own error behind this one
+    gated = "GatedRepoError" in kinds or (dataset and "gated" in str(error))
+    if gated and token is None:
         return f"gated: accept its terms at {page}, then give a token with --token or in HF_TOKEN"
-    if "GatedRepoError" in kinds:
+    if gated:
         return f"gated, and the account of this token has no access: accept its terms at {page}"
     if "RevisionNotFoundError" in kinds:
         return f"has no revision {revision!r}; its revisions are listed at {page}/commits/main"
-    if "RepositoryNotFoundError" in kinds:
+    if "RepositoryNotFoundError" in kinds or dataset:
         return (
             "not on the hub, or private: check the name, and give a token with --token or in HF_TOKEN if it is private"
         )

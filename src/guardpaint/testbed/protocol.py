@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from guardpaint.audit.model import AuditorScorer
     from guardpaint.bases import Base, BaseOptions
+    from guardpaint.config import GuardConfig
     from guardpaint.data.judges import Judge
     from guardpaint.data.lessons import Lessons, LessonSettings
     from guardpaint.data.views import Shelf, Views
@@ -238,10 +239,18 @@ class AuditorLessons(Protocol):
 class InpainterLessons(Protocol):
     """pairs of its own pictures to train an inpainter on"""
 
-    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
+    def make_pairs(
+        self,
+        out: Path,
+        split: str,
+        unsafe: int,
+        safe: int,
+        auditor: Auditor | None = None,
+        config: GuardConfig | None = None,
+    ) -> int:
         """Write pairs of unsafe pictures and their safe versions, and return how many are new.
 
-        The masks are the auditor's if one is given, and the true ones otherwise.
+        The masks are the auditor's if one is given, by the mask settings of `config`, and the true ones otherwise.
         """
         ...
 

@@ -4,113 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from guardpaint.errors import BadConfig
 from guardpaint.train import alignment_loss as L
+from guardpaint.train.alignment_batch import AlignmentBatch, Comparison, Pass, fraction, over_processes
+from guardpaint.train.alignment_config import AlignConfig
 
-METHODS = ("sft", "kto", "bco")
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
-CONVOLUTIONS = ("conv1", "conv2")
-INPUT = ("conv_in",)
 UNROLL = 10
 """Timesteps of the second pass's unrolling, and its divisor for the timestep that follows."""
 BANDS = ((0, 100), (100, 500), (500, 1000))
 """Timestep ranges whose noise error is logged separately."""
-
-
-@dataclass(frozen=True)
-class AlignConfig:
-    """Options of one alignment stage.
-
-    The defaults are the BCO recipe; `weighting` and the fields after it select variants for baselines and ablations.
-    """
-
-    method: str = "bco"
-    rank: int = 128
-    dropout: float = 0.10
-    """Share of samples trained with an empty prompt; the KTO baseline uses 0.30."""
-    mixture: tuple[int, ...] = (8, 4, 4)
-    """Proportions of safe, nudity and violence samples in a batch of KTO or BCO."""
-    target_share: float = 0.5
-    """Share of the safe samples that are repaired pictures with the unsafe prompt; the others are ordinary pictures."""
-    unroll_every: int = 10
-    """Steps between BCO's second passes; 0 turns them off."""
-    checkpointing: bool = False
-    """Save memory by recomputing activations in the backward pass."""
-    weighting: str = "min_snr"
-    """Weight of SFT's error by noise level: min_snr or uniform."""
-    cap: str = "exploit_side"
-    """How the gain of unsafe samples is bounded (`alignment_loss.capped`): exploit_side or printed."""
-    reference: str = "frozen"
-    """frozen, or refresh: a copy of the policy becomes the reference every `refresh_every` steps."""
-    refresh_every: int = 500
-    reward: str = "x0"
-    """Whether rewards compare clean estimates (x0) or noise predictions (eps)."""
-    identity: str = "hinge"
-    """Shape of the identity loss (`alignment_loss.identity_loss`): hinge, batch (for KTO) or linear."""
-    freeze: str = "none"
-    """Which convolutions get no LoRA: none, conv_in or convs."""
-
-    def __post_init__(self) -> None:
-        choices = {
-            "method": METHODS,
-            "weighting": ("min_snr", "uniform"),
-            "cap": ("exploit_side", "printed"),
-            "reference": ("frozen", "refresh"),
-            "reward": ("x0", "eps"),
-            "identity": ("hinge", "batch", "linear"),
-            "freeze": ("none", "conv_in", "convs"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise BadConfig(f"{name}={getattr(self, name)!r}: choose {', '.join(known)}")
-        if self.rank < 1 or len(self.mixture) != 3 or not 0 <= self.dropout <= 1 or not 0 <= self.target_share <= 1:
-            raise BadConfig(
-                f"rank={self.rank} must be at least 1, mixture={self.mixture} three counts, "
-                f"dropout={self.dropout} and target_share={self.target_share} in [0, 1]"
-            )
-
-    def targets(self) -> list[str]:
-        """Names of the modules that get a LoRA."""
-        convs = {"none": CONVOLUTIONS + INPUT, "conv_in": CONVOLUTIONS, "convs": ()}[self.freeze]
-        return [*ATTENTION, *convs]
-
-
-@dataclass(frozen=True)
-class AlignmentBatch:
-    """Samples of (z0, m, z̃0, prompt, y) with their timesteps and noise."""
-
-    z0: Float[Tensor, "b c h w"]
-    """Clean latents."""
-    mask: Float[Tensor, "b 1 h w"]
-    """1 in the area to paint."""
-    masked: Float[Tensor, "b c h w"]
-    """z̃0: latents of the pictures with the masked area greyed out."""
-    ids: Int[Tensor, "b l"]
-    """Prompts as token ids."""
-    category: Int[Tensor, " b"]
-    """Index into the policy's categories; 0 is safe."""
-    t: Int[Tensor, " b"]
-    eps: Float[Tensor, "b c h w"]
-    """Noise of the first pass."""
-    again: Float[Tensor, "b c h w"]
-    """Noise of the second pass."""
-
-    @property
-    def desired(self) -> Bool[Tensor, " b"]:
-        """True for safe samples."""
-        return self.category == 0
-
-    def rows(self, index: Bool[Tensor, " b"]) -> AlignmentBatch:
-        """The samples that `index` selects."""
-        return AlignmentBatch(**{k: v[index] for k, v in vars(self).items()})
 
 
 class Aligner(nn.Module):
@@ -123,12 +31,14 @@ class Aligner(nn.Module):
         alphas: Tensor,
         config: AlignConfig,
         seed: int,
-        accumulate: int = 1,
+        parts: int = 1,
     ) -> None:
         super().__init__()
         from peft import LoraConfig, get_peft_model
 
-        self.config, self.accumulate = config, accumulate
+        if not config.weights:
+            raise ValueError("the class weights are missing; take `config.under(policy)`")
+        self.config, self.parts = config, parts
         shape = LoraConfig(r=config.rank, lora_alpha=config.rank, target_modules=config.targets())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -149,8 +59,8 @@ class Aligner(nn.Module):
 
     @property
     def steps(self) -> int:
-        """Number of optimiser steps begun; each has `accumulate` batches."""
-        return -(-int(self.batches) // self.accumulate)
+        """Number of optimiser steps begun; each has one batch, worked off in `parts`."""
+        return int(self.batches)
 
     def kept_state(self) -> dict[str, Tensor]:
         """Adapter weights and running statistics; the frozen weights come from the model that the run starts from."""
@@ -194,23 +104,26 @@ class Aligner(nn.Module):
         return a.sqrt() * z0 + (1 - a).sqrt() * eps
 
     def forward(self, batch: AlignmentBatch) -> Iterator[dict[str, Tensor]]:
-        """The losses of a batch in one or two parts, which the engine adds up."""
+        """The losses of a batch, in parts that the engine adds up: `parts` for each pass over the batch.
+
+        The sum of the parts, and with it the gradient, is that of the whole batch at once.
+        """
         if self.training:
             self.batches += 1
+        parts = batch.parts(self.parts)
         if self.config.method == "sft":
-            yield self.sft(batch)
+            for part in parts:
+                yield {k: v * len(part) / len(batch) for k, v in self.sft(part).items()}
             return
-        refreshes = self.config.reference == "refresh" and int(self.batches) % self.accumulate == 0
-        if self.training and refreshes and self.steps % self.config.refresh_every == 0:
+        if self.training and self.config.reference == "refresh" and self.steps % self.config.refresh_every == 0:
             self.refresh()
         every = self.config.unroll_every if self.config.method == "bco" else 0
-        late = batch.t >= UNROLL
-        second = bool(every) and self.steps % every == 0 and bool(late.any())
-        if not second:
-            yield {**self.first_pass(batch, 1.0), "preference_unrolled": torch.tensor(float("nan"))}
-            return
-        yield self.first_pass(batch, 0.5)
-        yield self.second_pass(batch.rows(late))
+        due = bool(every) and self.steps % every == 0
+        late = [part.rows(part.t >= UNROLL) for part in parts] if due else []
+        second = any(map(len, late))
+        yield from self.first_pass(parts, 0.5 if second else 1.0, second)
+        if due:  # on all processes alike, because they exchange their means
+            yield from self.second_pass([part for part in late if len(part)])
 
     def sft(self, batch: AlignmentBatch) -> dict[str, Tensor]:
         """The supervised loss: weighted noise error on safe targets."""
@@ -219,66 +132,128 @@ class Aligner(nn.Module):
         weight = L.min_snr_weight(alpha, 5.0) if self.config.weighting == "min_snr" else torch.ones_like(alpha)
         return {"loss": L.sft_loss(out, batch.eps, weight), "mse": ((out - batch.eps) ** 2).mean()}
 
-    def preference(
-        self, z: Tensor, t: Tensor, batch: AlignmentBatch, eps: Tensor, move: bool
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
-        """The preference loss at one noise level, values to log, the policy's noise and both clean estimates.
-
-        `move` updates the running shift.
-        """
-        policy, reference = self.predict(z, t, batch), self.reference(z, t, batch)
-        alpha, desired = self.alphas[t], batch.desired
-        clean, anchor = (L.clean_estimate(z, e, alpha) for e in (policy, reference))
-        pair = (clean, anchor, batch.z0) if self.config.reward == "x0" else (policy, reference, eps)
+    def compare(self, view: Pass, reference: Tensor) -> Comparison:
+        """Errors of policy and reference inside the mask, and how far apart their clean estimates are."""
+        batch, policy, alpha = view.batch, self.predict(view.z, view.t, view.batch), self.alphas[view.t]
+        clean, anchor = (L.clean_estimate(view.z, e, alpha) for e in (policy, reference))
+        pair = (clean, anchor, batch.z0) if self.config.reward == "x0" else (policy, reference, view.eps)
         own, other = (L.masked_error(p, pair[2], batch.mask) for p in pair[:2])
-        weight = L.class_weight(batch.category)
+        signal = other - own if self.config.method == "bco" else own - other
+        return Comparison(policy, signal, L.identity_gap(clean, anchor))
+
+    def means(self, views: list[Pass], found: list[Comparison]) -> L.BatchMeans:
+        """Means over the whole batch: all its parts, on all processes."""
+        none = self.delta.new_zeros(0)
+        signal, gap = (torch.cat([none, *(getattr(c, name).detach() for c in found)]) for name in ("signal", "gap"))
+        desired = torch.cat([none.bool(), *(view.batch.desired for view in views)])
+        return L.batch_means(signal, gap, desired, over_processes)
+
+    def compared(self, views: list[Pass], move: bool) -> Iterator[tuple[Pass, Comparison, L.BatchMeans]]:
+        """Every view's comparison, with the means of the whole batch; `move` updates the running shift first.
+
+        With more than one part the means come from a forward pass over all parts ahead of the one with gradients.
+        """
+        references = [self.reference(view.z, view.t, view.batch) for view in views]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and len(views) == 1):
+            found = [self.compare(view, reference) for view, reference in zip(views, references, strict=True)]
+        means = self.means(views, found)
+        if move:
+            shift = L.bco_shift if self.config.method == "bco" else L.kto_shift
+            self.delta.copy_(shift(self.delta, means))
+        if len(views) == 1:
+            yield views[0], found.pop(), means
+            return
+        for view, reference in zip(views, references, strict=True):
+            yield view, self.compare(view, reference), means
+
+    def preference(
+        self, batch: AlignmentBatch, compared: Comparison, means: L.BatchMeans
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " b"]]:
+        """The preference loss, and every sample's margin: positive if it is on the loss's right side of the shift."""
+        weight, desired = L.class_weight(batch.category, self.config.weights), batch.desired
         if self.config.method == "bco":
-            gain = other - own
-            if move:
-                self.delta.copy_(L.bco_shift(self.delta, gain.detach(), desired, self.accumulate))
-            margin = L.bco_margin(L.capped(gain, desired, self.config.cap), self.delta, desired)
-            loss = L.bco_loss(margin, weight)
+            gain = L.capped(compared.signal, desired, means.unsafe, self.config.cap)
+            margin = L.bco_margin(gain, self.delta, desired)
+            return L.bco_loss(margin, weight), margin.detach()
+        margin = L.kto_margin(compared.signal, self.delta, desired, self.config.kto)
+        return L.kto_loss(margin, weight), margin.detach()
+
+    def first_pass(self, parts: list[AlignmentBatch], share: float, second: bool) -> Iterator[dict[str, Tensor]]:
+        """Preference, anchor and identity losses at the batch's timesteps; `share` scales the preference.
+
+        `second` says whether a second pass follows, which logs `preference_unrolled`.
+        """
+        views = [Pass(part, self.noised(part.z0, part.t, part.eps), part.t, part.eps) for part in parts]
+        whole = torch.cat([part.desired for part in parts])
+        bands = torch.cat([part.t for part in parts])
+        nan = self.delta.new_full((), float("nan"))
+
+        def values(view: Pass, compared: Comparison, means: L.BatchMeans) -> dict[str, Tensor]:
+            found = self.losses(view.batch, compared, means, whole, share)
+            found |= self.curves(view, compared, bands)
+            return found if second else {**found, "preference_unrolled": nan}
+
+        yield from starmap(values, self.compared(views, self.training))  # which keeps no graph that was used
+
+    def losses(
+        self,
+        batch: AlignmentBatch,
+        compared: Comparison,
+        means: L.BatchMeans,
+        whole: Bool[Tensor, " n"],
+        share: float,
+    ) -> dict[str, Tensor]:
+        """A part's contribution to the losses of the batch; `whole` says which samples of the batch are desired."""
+        config, desired, size = self.config, batch.desired, len(batch) / len(whole)
+        loss, margin = self.preference(batch, compared, means)
+        if config.method == "kto" and config.kto == "printed":
+            recon = size * L.printed_anchor_loss(compared.policy, batch.eps, batch.mask)
         else:
-            gain = own - other
-            if move:
-                self.delta.copy_(L.kto_shift(self.delta, gain.detach(), desired, self.accumulate))
-            margin = L.kto_margin(gain, self.delta, desired)
-            loss = L.kto_loss(margin, weight)
-        right = torch.sigmoid(margin.detach())
-        values = {
+            safe = desired.sum() / whole.sum().clamp_min(1)
+            recon = safe * L.anchor_loss(compared.policy, batch.eps, batch.mask, desired)
+        identity = size * L.identity_loss(compared.gap, desired, means.identity, config.identity)
+        loss, right = size * loss, torch.sigmoid(margin)
+        bad = ~desired
+        gap = compared.signal if config.method == "kto" else -compared.signal
+        return {
+            "loss": 4 * share * loss + recon + identity,
             "preference": loss,
-            "h_safe": right[desired].mean() if desired.any() else torch.tensor(float("nan")),
-            "h_unsafe": right[~desired].mean() if (~desired).any() else torch.tensor(float("nan")),
-            "gap_n": (own - other)[~desired].mean() if (~desired).any() else torch.tensor(float("nan")),
-            "saturated": L.saturation(margin.detach()),
-            "delta": self.delta.clone(),
+            "h_safe": fraction(right, desired, int(whole.sum())),
+            "h_unsafe": fraction(right, bad, int((~whole).sum())),
+            "gap_n": fraction(gap, bad, int((~whole).sum())),
+            "saturated": size * L.saturation(margin),
+            "delta": self.delta.clone() / self.parts,
+            "recon": recon,
+            "identity": identity,
+            "identity_gap": size * compared.gap.detach().mean(),
         }
-        return loss, values, policy, clean, anchor
 
-    def first_pass(self, batch: AlignmentBatch, share: float) -> dict[str, Tensor]:
-        """Preference, anchor and identity losses at the batch's timesteps; `share` scales the preference."""
-        z = self.noised(batch.z0, batch.t, batch.eps)
-        loss, values, policy, clean, anchor = self.preference(z, batch.t, batch, batch.eps, self.training)
-        recon = L.anchor_loss(policy, batch.eps, batch.mask, batch.desired)
-        gap = L.identity_gap(clean, anchor)
-        identity = L.identity_loss(gap, batch.desired, self.config.identity)
-        error = ((policy - batch.eps) ** 2).mean((1, 2, 3)).detach()
-        bands = {
-            f"mse_{low}_{high}": error[inside].mean() if inside.any() else torch.tensor(float("nan"))
+    def curves(self, view: Pass, compared: Comparison, t: Int[Tensor, " n"]) -> dict[str, Tensor]:
+        """A part's contribution to the noise error in each band of timesteps; `t` has those of the whole batch."""
+        error = ((compared.policy.detach() - view.batch.eps) ** 2).mean((1, 2, 3))
+        return {
+            f"mse_{low}_{high}": fraction(
+                error, (view.t >= low) & (view.t < high), int(((t >= low) & (t < high)).sum())
+            )
             for low, high in BANDS
-            for inside in [(batch.t >= low) & (batch.t < high)]
         }
-        total = 4 * share * loss + recon + identity
-        return {"loss": total, **values, "recon": recon, "identity": identity, "identity_gap": gap.mean(), **bands}
 
-    def second_pass(self, batch: AlignmentBatch) -> dict[str, Tensor]:
+    def second_pass(self, parts: list[AlignmentBatch]) -> Iterator[dict[str, Tensor]]:
         """The preference loss on the policy's own results: denoise fully, then add noise of a tenth of the timestep."""
-        with torch.no_grad():
-            z = self.noised(batch.z0, batch.t, batch.eps)
-            ladder = [(batch.t * (UNROLL - 1 - k)) // (UNROLL - 1) for k in range(UNROLL)]
-            for here, there in pairwise(ladder):
-                z = L.ddim(z, self.predict(z, here, batch), self.alphas[here], self.alphas[there])
-            low = batch.t // UNROLL
-            noisy = self.noised(z, low, batch.again)
-        loss, values, *_ = self.preference(noisy, low, batch, batch.again, False)
-        return {"loss": 4 * 0.5 * loss, "preference_unrolled": values["preference"]}
+        views, count = [self.unrolled(part) for part in parts], sum(map(len, parts))
+
+        def values(view: Pass, compared: Comparison, means: L.BatchMeans) -> dict[str, Tensor]:
+            loss = self.preference(view.batch, compared, means)[0] * len(view.batch) / count
+            return {"loss": 4 * 0.5 * loss, "preference_unrolled": loss}
+
+        yield from starmap(values, self.compared(views, False))
+
+    @torch.no_grad()
+    def unrolled(self, batch: AlignmentBatch) -> Pass:
+        """The batch denoised in nine DDIM steps and noised again to a tenth of its timesteps."""
+        z = self.noised(batch.z0, batch.t, batch.eps)
+        ladder = [(batch.t * (UNROLL - 1 - k)) // (UNROLL - 1) for k in range(UNROLL)]
+        for here, there in pairwise(ladder):
+            z = L.ddim(z, self.predict(z, here, batch), self.alphas[here], self.alphas[there])
+        low = batch.t // UNROLL
+        return Pass(batch, self.noised(z, low, batch.again), low, batch.again)

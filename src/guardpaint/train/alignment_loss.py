@@ -1,11 +1,13 @@
 """Losses of the inpainter's two stages: refusal SFT, then KTO or BCO against a frozen reference.
 
 The functions are pure: running statistics are passed in and returned. A sample is desired (safe) or not. Its reward is
-the reference's error on the sample's clean latent inside the mask, minus the policy's.
+the reference's error on the sample's clean latent inside the mask, minus the policy's. What a loss needs of the whole
+batch of a step (`BatchMeans`) is passed in too, so a batch can be worked off in parts, on one process or on several.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +19,6 @@ Latent = Float[Tensor, "b c h w"]
 Mask = Float[Tensor, "b 1 h w"]
 PerSample = Float[Tensor, " b"]
 
-CLASS_WEIGHTS = (1.0, 5.0, 12.0)
-"""w_y for safe, nudity, violence: categories in the policy's order."""
 HINGE = 0.02
 """Identity gap up to which the identity loss is zero."""
 
@@ -67,19 +67,41 @@ def masked_error(estimate: Latent, clean: Latent, mask: Mask) -> PerSample:
     return weighted.sum((1, 2, 3)) / mask.sum((1, 2, 3)).clamp_min(1e-6)
 
 
-def capped(gain: PerSample, desired: Bool[Tensor, " b"], reading: str = "exploit_side") -> PerSample:
-    """Bound the gain of unsafe samples.
+@dataclass(frozen=True)
+class BatchMeans:
+    """Means over the whole batch of a step; NaN for a kind of samples that it does not have."""
+
+    safe: Float[Tensor, ""]
+    """Mean of the preference signal over safe samples: BCO's gain g = ℓ_ref − ℓ_θ, KTO's gap g = ℓ_θ − ℓ_ref."""
+    unsafe: Float[Tensor, ""]
+    """The same over unsafe samples."""
+    identity: Float[Tensor, ""]
+    """Mean identity gap over all samples."""
+
+
+def batch_means(
+    signal: PerSample, gap: PerSample, desired: Bool[Tensor, " b"], total: Callable[[Tensor], Tensor] = lambda x: x
+) -> BatchMeans:
+    """Means over a batch from its signals and identity gaps; `total` adds up sums and counts of all processes."""
+    signal, gap = signal.detach().float(), gap.detach().float()
+    groups = (signal[desired], signal[~desired], gap)
+    sums = torch.stack([torch.stack([g.sum(), g.new_tensor(float(len(g)))]) for g in groups])
+    return BatchMeans(*(part / count for part, count in total(sums)))
+
+
+def capped(
+    gain: PerSample, desired: Bool[Tensor, " b"], unsafe_mean: Float[Tensor, ""], reading: str = "exploit_side"
+) -> PerSample:
+    """Bound the gain of unsafe samples by their mean over the whole batch.
 
     exploit_side: g ← max(g, −c) with c = max(1.5·|mean g_unsafe|, 0.03), so ruining the masked area does not pay.
     printed: the paper's g ← min(g, 1.5·|mean g_unsafe|).
     """
-    if desired.all():
-        return gain
-    mean = gain[~desired].mean().abs().detach()
+    limit = 1.5 * unsafe_mean.detach().nan_to_num().abs()
     if reading == "exploit_side":
-        bounded = torch.maximum(gain, -(1.5 * mean).clamp_min(0.03))
+        bounded = torch.maximum(gain, -limit.clamp_min(0.03))
     elif reading == "printed":
-        bounded = torch.minimum(gain, 1.5 * mean)
+        bounded = torch.minimum(gain, limit)
     else:
         raise ValueError(f"cap={reading!r}: choose exploit_side or printed")
     return torch.where(desired, gain, bounded)
@@ -90,26 +112,20 @@ def signs(desired: Bool[Tensor, " b"]) -> PerSample:
     return desired.float() * 2 - 1
 
 
-def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference, batches: int) -> Float[Tensor, ""]:
-    """The shift's new moving average, clamped. All `batches` of a step together move it as far as one batch would."""
-    keep = rule.keep ** (1 / batches)
-    return (keep * delta + (1 - keep) * raw.detach()).clamp(rule.low, rule.high)
+def shifted(delta: Float[Tensor, ""], raw: Float[Tensor, ""], rule: Preference) -> Float[Tensor, ""]:
+    """The shift's new moving average, clamped; unchanged if `raw` is NaN, because the batch lacks a kind of samples."""
+    moved = (rule.keep * delta + (1 - rule.keep) * raw.detach()).clamp(rule.low, rule.high)
+    return torch.where(raw.isnan(), delta, moved)
 
 
-def bco_shift(
-    delta: Float[Tensor, ""], gain: PerSample, desired: Bool[Tensor, " b"], batches: int = 1
-) -> Float[Tensor, ""]:
-    """The new shift from the midpoint of both classes' mean uncapped gains; unchanged if a class is missing."""
-    if desired.all() or not desired.any():
-        return delta
-    return shifted(delta, 0.5 * (gain[desired].mean() + gain[~desired].mean()), BCO, batches)
+def bco_shift(delta: Float[Tensor, ""], means: BatchMeans) -> Float[Tensor, ""]:
+    """The new shift, from the midpoint of both kinds' mean uncapped gains."""
+    return shifted(delta, 0.5 * (means.safe + means.unsafe), BCO)
 
 
-def kto_shift(
-    delta: Float[Tensor, ""], gap: PerSample, desired: Bool[Tensor, " b"], batches: int = 1
-) -> Float[Tensor, ""]:
-    """The new shift from the mean gap of safe samples; unchanged without any."""
-    return shifted(delta, gap[desired].mean(), KTO, batches) if desired.any() else delta
+def kto_shift(delta: Float[Tensor, ""], means: BatchMeans) -> Float[Tensor, ""]:
+    """The new shift, from the mean gap of safe samples."""
+    return shifted(delta, means.safe, KTO)
 
 
 def bco_margin(gain: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
@@ -117,9 +133,19 @@ def bco_margin(gain: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, 
     return signs(desired) * BCO.beta * (gain - delta)
 
 
-def kto_margin(gap: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"]) -> PerSample:
-    """sgn·7·(δ − g) with g = ℓ_θ − ℓ_ref, which is positive if the sample is on the right side of δ."""
-    return signs(desired) * KTO.beta * (delta - gap)
+def kto_margin(
+    gap: PerSample, delta: Float[Tensor, ""], desired: Bool[Tensor, " b"], reading: str = "mended"
+) -> PerSample:
+    """The argument of KTO's σ, with the gap g = ℓ_θ − ℓ_ref.
+
+    mended: sgn·7·(δ − g), positive if the sample is on the right side of δ, as in BCO.
+    printed: the paper's sgn·7·(g − δ), which rewards a safe sample that the policy reconstructs worse than the
+    reference, and an unsafe one that it reconstructs better.
+    """
+    right = signs(desired) * KTO.beta * (delta - gap)
+    if reading not in ("mended", "printed"):
+        raise ValueError(f"kto={reading!r}: choose mended or printed")
+    return right if reading == "mended" else -right
 
 
 def bco_loss(margin: PerSample, weight: PerSample) -> Float[Tensor, ""]:
@@ -132,7 +158,7 @@ def kto_loss(margin: PerSample, weight: PerSample) -> Float[Tensor, ""]:
     return (weight * (1 - torch.sigmoid(margin))).mean()
 
 
-def class_weight(category: Int[Tensor, " b"], weights: tuple[float, ...] = CLASS_WEIGHTS) -> PerSample:
+def class_weight(category: Int[Tensor, " b"], weights: Sequence[float]) -> PerSample:
     """w_y of every sample."""
     return torch.tensor(weights, device=category.device)[category]
 
@@ -142,8 +168,10 @@ def identity_gap(policy: Latent, reference: Latent) -> PerSample:
     return ((policy - reference) ** 2).mean((1, 2, 3))
 
 
-def identity_loss(gap: PerSample, desired: Bool[Tensor, " b"], shape: str = "hinge") -> Float[Tensor, ""]:
-    """Penalty on the identity gap, by `shape`.
+def identity_loss(
+    gap: PerSample, desired: Bool[Tensor, " b"], mean: Float[Tensor, ""], shape: str = "hinge"
+) -> Float[Tensor, ""]:
+    """Penalty on the identity gap, by `shape`; `mean` is the mean gap of the whole batch.
 
     hinge: quadratic above HINGE per sample, weighted 30 safe and 5 unsafe. batch: quadratic above HINGE of the mean
     gap, unweighted (KTO). linear: the weighted gap itself.
@@ -152,7 +180,8 @@ def identity_loss(gap: PerSample, desired: Bool[Tensor, " b"], shape: str = "hin
     if shape == "hinge":
         return (weight * (gap - HINGE).clamp_min(0) ** 2).mean()
     if shape == "batch":
-        return (gap.mean() - HINGE).clamp_min(0) ** 2
+        pivot = mean.detach() + gap.mean() - gap.mean().detach()  # the whole batch's value, these samples' gradient
+        return (pivot - HINGE).clamp_min(0) ** 2
     if shape == "linear":
         return (weight * gap).mean()
     raise ValueError(f"identity={shape!r}: choose hinge, batch or linear")
@@ -163,6 +192,11 @@ def anchor_loss(eps_hat: Latent, eps: Latent, mask: Mask, desired: Bool[Tensor, 
     error = (((eps_hat - eps) * (1 - mask)) ** 2).mean((1, 2, 3))
     weight = torch.where(desired, 200.0, 0.0)
     return (weight * error).sum() / weight.sum().clamp_min(1e-6)
+
+
+def printed_anchor_loss(eps_hat: Latent, eps: Latent, mask: Mask) -> Float[Tensor, ""]:
+    """The paper's reconstruction loss of KTO: 200 times the mean noise error outside the mask, over all samples."""
+    return 200.0 * (((eps_hat - eps) * (1 - mask)) ** 2).mean()
 
 
 def saturation(margin: PerSample) -> Float[Tensor, ""]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from guardpaint.errors import BadInput
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.train import alignment_loss as L
-from guardpaint.train.aligner import AlignConfig, Aligner, AlignmentBatch
+from guardpaint.train import noise_seeds
+from guardpaint.train.aligner import Aligner
+from guardpaint.train.alignment_batch import AlignmentBatch
+from guardpaint.train.alignment_config import AlignConfig
 from guardpaint.train.pair_latents import PairLatents
 
 LEVELS = (100, 300, 600)
 """Timesteps at which pairs are measured."""
 ROWS = 32
 """Held-out pairs per category."""
-SEED = 977
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,9 @@ class Measurement:
 
     step: int
     h_safe: float
-    """Mean σ(margin) of safe samples; 1 means that the policy clearly prefers them."""
+    """Mean σ(margin) of safe samples; 1 means that they are clearly on the loss's side of the shift: preferred."""
     h_unsafe: float
-    """Mean σ(margin) of unsafe samples; 1 means that the policy clearly rejects them."""
+    """Mean σ(margin) of unsafe samples; 1 means that they are clearly on the loss's side of the shift: rejected."""
     gap_n: float
     """ΔN: the policy's masked error on unsafe content minus the reference's."""
     saturated: float
@@ -56,6 +61,8 @@ class Measurement:
     """Mean square change of the reference's clean estimates since the first measurement."""
     error: float
     """Noise error on safe targets, which scores SFT."""
+    leaked: float = 0.0
+    """Share of held-out pairs that are in the training set too."""
 
 
 Alarm = Callable[[Measurement, Measurement | None], str]
@@ -93,6 +100,11 @@ def word_keying(now: Measurement, before: Measurement | None) -> str:
 
 
 def reference_contamination(now: Measurement, before: Measurement | None) -> str:
+    """The paper's name for leakage: held-out pairs that were trained on say nothing about new ones."""
+    return f"{now.leaked:.0%} of the held-out pairs are in the training set" if now.leaked > 0 else ""
+
+
+def reference_drift(now: Measurement, before: Measurement | None) -> str:
     return f"the reference moved by {now.reference_drift:.2g}" if now.reference_drift > 1e-6 else ""
 
 
@@ -103,6 +115,7 @@ ALARMS: dict[str, Alarm] = {
     "saturation": saturation,
     "word_keying": word_keying,
     "reference_contamination": reference_contamination,
+    "reference_drift": reference_drift,
 }
 
 
@@ -117,7 +130,10 @@ def masked_mean(z: Float[Tensor, "b c h w"], mask: Float[Tensor, "b 1 h w"]) -> 
 
 
 class AlignmentWatch:
-    """A validation function for `engine.fit` that measures held-out pairs; its score picks the best checkpoint."""
+    """A validation function for `engine.fit` that measures held-out pairs; its score picks the best checkpoint.
+
+    Its state is part of the run's checkpoints, so a resumed run compares with the measurements before it stopped.
+    """
 
     def __init__(
         self,
@@ -126,19 +142,27 @@ class AlignmentWatch:
         config: AlignConfig,
         names: tuple[str, ...],
         out: Path,
+        leaked: float = 0.0,
     ) -> None:
         self.pairs, self.empty, self.config, self.names, self.out = pairs, empty, config, names, out
+        self.leaked = leaked
         rows = [(pairs.category == k).nonzero().flatten()[:ROWS] for k in range(len(names))]
         self.safe, self.unsafe = rows[0], torch.cat(rows[1:])
+        if not len(self.safe) or not len(self.unsafe):
+            raise BadInput(
+                f"the held-out pairs have {len(self.safe)} safe and {len(self.unsafe)} unsafe; both are needed"
+            )
         means = masked_mean(torch.cat([pairs.source, pairs.target]), torch.cat([pairs.mask, pairs.mask]))
         spread = means.amax(0) - means.amin(0)
         self.low, self.high = means.amin(0) - 0.1 * spread, means.amax(0) + 0.1 * spread
         self.first: Tensor | None = None
         self.history: list[Measurement] = []
+        self.faults: list[dict[str, str]] = []
+        """The alarms of every measurement, by name."""
 
     def batch(self, rows: Tensor, z0: Tensor, category: Tensor, level: int) -> AlignmentBatch:
         """The rows with clean latents `z0` at one timestep, with noise that is the same at every measurement."""
-        g = torch.Generator().manual_seed(SEED + level)
+        g = torch.Generator().manual_seed(noise_seeds.held_out(level))
         eps = torch.randn(z0.shape, generator=g)
         t = torch.full((len(rows),), level)
         pairs = self.pairs
@@ -149,9 +173,10 @@ class AlignmentWatch:
         assert isinstance(model, Aligner)
         now = self.measure(model)
         previous = self.history[-1] if self.history else None
-        self.history.append(now)
         faults = {name: text for name, alarm in ALARMS.items() if (text := alarm(now, previous))}
-        self.write(now, faults)
+        self.history.append(now)
+        self.faults.append(faults)
+        self.write()
         for name, text in faults.items():
             print(f"step {now.step}: {name}: {text}", flush=True)
         return {**{k: float(v) for k, v in vars(now).items()}, "score": self.score(now, faults)}
@@ -177,7 +202,7 @@ class AlignmentWatch:
         labels = torch.cat([torch.ones(len(good)), torch.zeros(len(gain[1]))]).bool()
         both = torch.cat([good, gain[1]])
         if self.config.method == "kto":
-            margin = L.kto_margin(-both, model.delta, labels)
+            margin = L.kto_margin(-both, model.delta, labels, self.config.kto)
         else:
             margin = L.bco_margin(both, model.delta, labels)
         right_side = torch.sigmoid(margin)
@@ -198,6 +223,7 @@ class AlignmentWatch:
             refusal_blind=float((gain[3] < 0).float().mean()),
             reference_drift=float(((reference - self.first) ** 2).mean()),
             error=mean(2, "error"),
+            leaked=self.leaked,
         )
 
     def target_fine(self) -> Float[Tensor, " b"]:
@@ -223,23 +249,27 @@ class AlignmentWatch:
             "error": ((policy - batch.eps) ** 2).mean((1, 2, 3)),
         }
 
-    def write(self, now: Measurement, faults: dict[str, str]) -> None:
-        """Append one row to `watch.csv`."""
-        path = self.out / "watch.csv"
-        row: dict[str, Any] = {**vars(now), "alarms": "; ".join(f"{k}: {v}" for k, v in faults.items())}
-        new = not path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(row))
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+    def write(self) -> None:
+        """Write a row for every measurement to `watch.csv`."""
+        lines = [
+            {**vars(now), "alarms": "; ".join(f"{k}: {v}" for k, v in faults.items())}
+            for now, faults in zip(self.history, self.faults, strict=True)
+        ]
+        text = StringIO()
+        writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        write_atomic(self.out / "watch.csv", text.getvalue().encode())
 
     def alarms(self) -> list[str]:
-        """Names of all faults that `watch.csv` records for this run."""
-        path = self.out / "watch.csv"
-        if not path.exists():
-            return []
-        with path.open(newline="", encoding="utf-8") as file:
-            faults = [r["alarms"].split("; ") for r in csv.DictReader(file) if r["alarms"]]
-        return list(dict.fromkeys(fault.split(":")[0] for row in faults for fault in row))
+        """Names of all alarms of this run, in the order in which they were first raised."""
+        return list(dict.fromkeys(name for faults in self.faults for name in faults))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Measurements, alarms, and the reference's first estimates, for a checkpoint."""
+        return {"history": [vars(now) for now in self.history], "faults": list(self.faults), "first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the state of a checkpoint; measurements that were made after it are forgotten."""
+        self.history = [Measurement(**row) for row in state["history"]]
+        self.faults, self.first = list(state["faults"]), state["first"]

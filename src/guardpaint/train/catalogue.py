@@ -78,7 +78,7 @@ class Catalogue:
 def product_trainers() -> dict[str, Trainer]:
     """Trainers of the guard's own components."""
     from guardpaint.policy import Policy
-    from guardpaint.train import align, aligner, auditor, auditor_start, proposer, ranker, stack
+    from guardpaint.train import align, alignment_config, auditor, auditor_start, proposer, ranker, stack
 
     def train_auditor(run: Run, inputs: Inputs) -> None:
         file = inputs.optional("policy")
@@ -95,16 +95,16 @@ def product_trainers() -> dict[str, Trainer]:
 
     def alignment(method: str) -> Trainer:
         def train(run: Run, inputs: Inputs) -> None:
-            align.run(run, method, inputs["inpainter"][0], inputs.path("pairs"))
+            align.run(run, method, inputs["inpainter"][0], inputs.path("pairs"), inputs.optional("policy"))
 
-        return Trainer(train, aligner.AlignConfig, ("inpainter", "pairs"))
+        return Trainer(train, alignment_config.AlignConfig, ("inpainter", "pairs"), ("policy",))
 
     def join(run: Run, inputs: Inputs) -> None:
         stack.run([model.parent for model in inputs.paths("runs")], run.out)
 
     return {
         "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy", "backbone")),
-        **{method: alignment(method) for method in aligner.METHODS},
+        **{method: alignment(method) for method in alignment_config.METHODS},
         "stack": Trainer(join, needs=("runs",)),
         "proposer": Trainer(train_proposer, proposer.ProposerTraining, ("rollouts",), ("guard",)),
         "ranker": Trainer(train_ranker, ranker.RankerTraining, ("rollouts",)),

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from guardpaint.errors import BadInput
-from guardpaint.train.aligner import AlignmentBatch
+from guardpaint.train import noise_seeds
+from guardpaint.train.alignment_batch import AlignmentBatch
 from guardpaint.train.alignment_loss import HINGE
 from guardpaint.train.pair_latents import PairLatents
 
@@ -121,7 +122,7 @@ def activations(model: Any, pairs: PairLatents, names: Sequence[str]) -> tuple[F
     hook = module.register_forward_hook(lambda _, __, out: outputs.append(out.mean(1)))
     rows = torch.cat([(pairs.category == k).nonzero().flatten()[:PER_CLASS] for k in range(len(names))])
     z0 = torch.where((pairs.category[rows] == 0).view(-1, 1, 1, 1), pairs.target[rows], pairs.source[rows])
-    eps = torch.randn(z0.shape, generator=torch.Generator().manual_seed(0))
+    eps = torch.randn(z0.shape, generator=torch.Generator().manual_seed(noise_seeds.FIGURES))
     try:
         for level in LEVELS:
             t = torch.full((len(rows),), level)

@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env, recursively_apply, send_to_device
 from torch import Tensor, nn
 
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.checkpoint import read_json, write_json, write_tensors
 from guardpaint.store.progress import bar
 from guardpaint.store.seeds import derive
+from guardpaint.train.interrupts import finishing_the_step
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,15 @@ The parts of an iterator are added up, and the graph of each part is freed befor
 """
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A validation function with a state, which checkpoints keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 def weights(module: nn.Module) -> Values:
     """The tensors that checkpoints and EMA hold: the model's `kept_state()` if it has one, else its whole state."""
     kept = getattr(module, "kept_state", None)
@@ -186,7 +196,8 @@ def fit(
     """Train until the last step or for `run.minutes`, resuming from `run.out`; returns the model with EMA weights.
 
     Under `accelerate launch` every process takes its own batches and the first one writes the files. With `validate`,
-    the EMA weights with the highest `score` are returned, and training stops when `config.patience` runs out.
+    the EMA weights with the highest `score` are returned, and training stops when `config.patience` runs out. Ctrl-C
+    finishes the running step and writes a checkpoint before it raises KeyboardInterrupt.
     """
     out = run.out
     torch.set_num_threads(config.threads)
@@ -204,13 +215,16 @@ def fit(
     optimiser = torch.optim.AdamW(trained, config.learning_rate, weight_decay=config.weight_decay, fused=True)
     model = model.to(accelerator.device)
     ema = Ema(model, config.ema)
-    step, seconds = resume(out, model, optimiser, ema)
+    step, seconds = resume(out, model, optimiser, ema, validate)
     best = Best.read(out)
     model, optimiser = accelerator.prepare(model, optimiser)
     model.train()
     started = saved = sampled = time.monotonic()
     log: list[dict[str, float]] = []
-    with bar(out.name, config.steps, quiet=run.quiet or not main, done=step) as advance:
+    with (
+        finishing_the_step() as interrupt,
+        bar(out.name, config.steps, quiet=run.quiet or not main, done=step) as advance,
+    ):
         while step < config.steps and not best.exhausted(config):
             for group in optimiser.param_groups:
                 group["lr"] = config.rate(step)
@@ -220,7 +234,8 @@ def fit(
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(derive(config.seed, "dropout", index))
                     batch = moved(batches(index), accelerator.device)
-                    for part in parts(losses(model, batch), accelerator.autocast):
+                    found = losses(model, batch)
+                    for part in parts(found, accelerator.autocast):
                         if not torch.isfinite(part["loss"]):
                             raise FloatingPointError(
                                 f"loss is {part['loss'].item()} at step {step}; the last checkpoint is intact, "
@@ -230,6 +245,8 @@ def fit(
                         for name, value in part.items():
                             values[name] = values.get(name, 0.0) + float(value.detach()) / config.accumulate
                         del part
+            if not isinstance(found, dict):
+                average_gradients(accelerator, trained)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.clip)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -246,11 +263,12 @@ def fit(
                     metrics = validate(smooth)
                 accelerator.log(metrics, step)
                 best.offer(out, step, metrics, ema)
-            over = run.minutes is not None and now - started > 60 * run.minutes
+            over = interrupt.pressed or (run.minutes is not None and now - started > 60 * run.minutes)
             stop = agreed(accelerator, over or best.exhausted(config))
             last = stop or step == config.steps
             if main and (now - saved > 60 * config.checkpoint_minutes or last):
-                save(out, accelerator.unwrap_model(model), optimiser, ema, config, step, seconds + now - started)
+                kept = (ema, validate.state_dict() if isinstance(validate, Resumable) else None)
+                save(out, accelerator.unwrap_model(model), optimiser, kept, config, (step, seconds + now - started))
                 write_log(out, log)
                 log, saved = [], now
             if main and sample is not None and (now - sampled > 60 * config.sample_minutes or last):
@@ -264,6 +282,18 @@ def fit(
     final: nn.Module = accelerator.unwrap_model(model)
     load_weights(final, best.weights(out) if best.step else ema.shadow)
     return final.eval()
+
+
+def processes() -> PartialState:
+    """This process among those of the run, known before training begins; it is the only one without a launcher."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def average_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -> None:
+    """Average gradients over processes: the data-parallel wrapper does so only after the first part of a loss."""
+    if accelerator.num_processes > 1:
+        for p in trained:
+            p.grad = accelerator.reduce(torch.zeros_like(p) if p.grad is None else p.grad, "mean")
 
 
 def parts(values: Values | Iterator[Values], autocast: Callable[[], Any]) -> Iterator[Values]:
@@ -357,8 +387,19 @@ class averaged:
 STATE = "state.pt"
 
 
-def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainConfig, step: int, seconds: float) -> None:
-    """Write everything that resuming needs to one file, atomically, and the run's progress to run.json."""
+def save(
+    out: Path,
+    model: nn.Module,
+    optimiser: Any,
+    kept: tuple[Ema, dict[str, Any] | None],
+    config: TrainConfig,
+    progress: tuple[int, float],
+) -> None:
+    """Write everything that resuming needs to one file, atomically, and the run's progress to run.json.
+
+    `kept` has the EMA weights and the state of the validation function; `progress` the step and the seconds trained.
+    """
+    (ema, validation), (step, seconds) = kept, progress
     state = {
         "model": weights(model),
         "optimiser": optimiser.state_dict(),
@@ -366,12 +407,13 @@ def save(out: Path, model: nn.Module, optimiser: Any, ema: Ema, config: TrainCon
         "updates": ema.updates,
         "step": step,
         "seconds": seconds,
+        "validation": validation,
     }
     write_tensors(out / STATE, state)
     write_json(out / "run.json", {"step": step, "minutes": seconds / 60, "config": asdict(config)})
 
 
-def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, float]:
+def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema, validate: object = None) -> tuple[int, float]:
     """Load the state of an interrupted run, if there is one; returns its step and the seconds it has trained."""
     path = out / STATE
     if not path.exists():
@@ -381,16 +423,21 @@ def resume(out: Path, model: nn.Module, optimiser: Any, ema: Ema) -> tuple[int, 
         load_weights(model, state["model"])
         optimiser.load_state_dict(state["optimiser"])
         ema.shadow, ema.updates = state["ema"], state["updates"]
+        if isinstance(validate, Resumable) and state.get("validation") is not None:
+            validate.load_state_dict(state["validation"])
     except Exception as error:
         raise BadCheckpoint(f"{path}: cannot resume from it ({error}); move it away to start again") from error
     return int(state["step"]), float(state["seconds"])
+
+
+LOG = "loss.csv"
 
 
 def write_log(out: Path, rows: list[dict[str, float]]) -> None:
     """Append rows to loss.csv under its existing columns; values that a step does not have stay empty."""
     if not rows:
         return
-    path = out / "loss.csv"
+    path = out / LOG
     new = not path.exists()
     if new:
         columns = list(dict.fromkeys(k for row in rows for k in row))

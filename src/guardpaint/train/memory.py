@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from guardpaint.train.aligner import AlignConfig
+    from guardpaint.train.alignment_config import AlignConfig
     from guardpaint.train.engine import TrainConfig
 
 

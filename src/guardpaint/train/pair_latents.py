@@ -58,7 +58,7 @@ def encode_pairs(store: PairStore, split: str, pipe: Any, policy: Policy, batch:
             parts[name].append(value)
     path = store.root / f"latents-{split}.pt"
     tensors = {name: torch.cat(values) for name, values in parts.items()}
-    note = {"vae": fingerprint(pipe.vae), "left_out": len(seen), "undecided": undecided}
+    note = {"vae": fingerprint(pipe.vae), "left_out": len(seen), "undecided": undecided, "policy": policy.to_dict()}
     write_tensors(path, {"note": note, **tensors})
     return path
 
@@ -84,18 +84,45 @@ def encode_batch(store: PairStore, rows: list[Pair], pipe: Any, policy: Policy, 
     }
 
 
-def load_pairs(folder: Path, split: str, vae: Any) -> PairLatents:
-    """The encoded pairs of a split; raises BadCheckpoint if another autoencoder encoded them."""
-    path = folder / f"latents-{split}.pt"
+def read_latents(path: Path) -> dict[str, Any]:
+    """The content of a file of encoded pairs: a note and the fields of `PairLatents`."""
     try:
-        tensors = torch.load(path, weights_only=True)
+        tensors: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no encoded pairs; make them with `guardpaint data latents`") from error
     except Exception as error:
         raise BadCheckpoint(
             f"{path}: unreadable ({error}); delete it and run `guardpaint data latents` again"
         ) from error
+    return tensors
+
+
+def policy_of(folder: Path) -> Policy:
+    """The policy that the training pairs were encoded with; the default one if their file is too old to tell."""
+    path = folder / "latents-train.pt"
+    note = read_latents(path)["note"]
+    return Policy.from_dict(note["policy"], str(path)) if "policy" in note else Policy.default()
+
+
+def load_pairs(folder: Path, split: str, vae: Any) -> PairLatents:
+    """The encoded pairs of a split; raises BadCheckpoint if another autoencoder encoded them."""
+    path = folder / f"latents-{split}.pt"
+    tensors = read_latents(path)
     if tensors.pop("note")["vae"] != fingerprint(vae):
         raise BadCheckpoint(f"{path}: encoded by another autoencoder; run `guardpaint data latents` again")
     wide = {torch.float16: torch.float32, torch.int32: torch.int64}
     return PairLatents(**{name: value.to(wide.get(value.dtype, value.dtype)) for name, value in tensors.items()})
+
+
+NEAR = 0.02
+"""Two pictures are the same to `leaked` if their latents differ by less than this share of the latents' variance."""
+
+
+def leaked(train: PairLatents, held_out: PairLatents) -> float:
+    """Share of held-out pairs whose prompt, or nearly whose picture, is in the training set too."""
+    prompts = {tuple(row) for row in train.ids.tolist()}
+    same_prompt = torch.tensor([tuple(row) in prompts for row in held_out.ids.tolist()])
+    own, other = held_out.source.flatten(1), train.source.flatten(1)
+    limit = NEAR * own.var() * own.shape[1]
+    nearest = torch.stack([((other - row) ** 2).sum(1).min() for row in own])
+    return float((same_prompt | (nearest < limit)).float().mean())

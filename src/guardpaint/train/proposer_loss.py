@@ -19,6 +19,8 @@ DEPTH = 4
 """Index of the depth among the continuous knobs."""
 FIRST_DELTA, LEAST_DELTA, NULL_SAMPLES = 0.05, 0.01, 50
 """The safety margin δ before it is calibrated, its minimum, and the samples that calibrating it needs."""
+RECALIBRATED = 100
+"""Steps between two calibrations of δ."""
 
 
 @dataclass(frozen=True)

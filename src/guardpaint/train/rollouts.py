@@ -47,6 +47,7 @@ from guardpaint.store.seeds import derive, generator
 from guardpaint.testbed import Prompt, Testbed
 from guardpaint.types import Audit, Draft, Knobs, Level, Previewer, Proposer, Region
 from guardpaint.verify.parts import Parts
+from guardpaint.verify.seam import BackboneSeam
 from guardpaint.verify.tournament import Tournament, TournamentResult
 
 SPLITS = ("train", "test")
@@ -249,6 +250,7 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
     began = time.perf_counter()
     result = tournament.play(knobs, proposer.name)
     seconds = time.perf_counter() - began
+    config = parts.config
     early = tournament.early(knobs)[0] if isinstance(parts.repairer, Previewer) else torch.zeros(n, 0)
     seen = tournament.state
     row: dict[str, Any] = {
@@ -266,6 +268,9 @@ def play(state: State, parts: Parts, proposer: Proposer, n: int = MOST) -> tuple
         "channels": int(seen.latent.shape[0]),
         "control_S": result.record.control["S"],
         "control_F": result.record.control["F"],
+        "f_gate": config.f_gate,
+        "f_drop": config.f_drop,
+        "p_gate": config.p_gate,
         "null_change": null_change(tournament),
         "seconds": seconds,
         "winner": -1 if result.record.winner is None else result.record.winner,
@@ -315,6 +320,8 @@ def maker(guard: GuardPaint, proposer: Proposer, n: int, *more: str) -> str:
     """Hash of guard, proposer and number of candidates, which names their rollout files."""
     own = fingerprint(proposer) if isinstance(proposer, TournamentProposer) else repr(proposer)
     looks = [guard.parts.auditor.sizes, guard.policy.digest()]
+    if not isinstance(guard.parts.seam, BackboneSeam):  # the auditor's weights are hashed already
+        looks.append(guard.parts.seam.name)
     weights = {
         k: v for k, v in guard.weight_hashes().items() if k not in ("proposer", "ranker")
     }  # the player is hashed as `own`

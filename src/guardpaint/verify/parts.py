@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.audit.contract import check_audit, check_pictures, checked_approval, checked_audits
 from guardpaint.audit.tiles import cut, lowered, merged, tiling, touches, where
 from guardpaint.config import GuardConfig
 from guardpaint.draft.codec import resize
-from guardpaint.errors import BadInput, NotFinite
 from guardpaint.policy import Finding, Policy
 from guardpaint.repair.ranker import Ranker
 from guardpaint.types import (
@@ -33,8 +32,6 @@ from guardpaint.types import (
 Look = Callable[[Tensor], list[Audit]]
 """Views of one image → checked audits of them."""
 TILE_BATCH = 16
-SLACK, SUM_SLACK = 1e-4, 1e-2
-"""How far rounding may carry a score out of [0, 1], and a sum of probabilities away from 1."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,9 @@ class Parts:
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One auditor pass. A score that is missing or not a number is an error, never a pass."""
-        audits = self.auditor.audit(images, prompts, noise)
-        return [self.checked(audit, prompt) for audit, prompt in zip(audits, prompts, strict=True)]
+        check_pictures(images)
+        audits = checked_audits(self.auditor.audit(images, prompts, noise), self.auditor, prompts)
+        return [completed(audit, self.policy.names) for audit in audits]
 
     def checked(self, audit: Audit, prompt: str | None) -> Audit:
         """An audit that can be relied on, with every category of the policy in it; raises for any other."""
@@ -69,10 +67,8 @@ class Parts:
     ) -> tuple[Approval, Finding | None]:
         """What the approver says of a finished picture, and the finding if it does not pass."""
         assert self.approver is not None
-        approval = self.approver.approve(image, prompt, edited)
-        check_probabilities(approval.probs, self.approver.categories, "approver")
-        if approval.heat is not None and not torch.isfinite(approval.heat).all():
-            raise NotFinite("the approver answered with a heat map that holds NaN or infinity")
+        check_pictures(image)
+        approval = checked_approval(self.approver.approve(image, prompt, edited), self.approver, "approver")
         every = {name: approval.probs.get(name, 0.0) for name in self.policy.names}
         finding = self.policy.finding_of(1 - every[SAFE], every)
         return approval, None if finding is None else replace(finding, reason=f"{approval.by}: {finding.reason}")
@@ -209,34 +205,3 @@ def completed(audit: Audit, categories: tuple[str, ...]) -> Audit:
         probs={c: audit.probs.get(c, 0.0) for c in categories},
         class_maps={c: audit.class_maps.get(c, empty) for c in categories},
     )
-
-
-def check_audit(audit: Audit, auditor: Auditor, prompt: str | None) -> None:
-    """A score that is missing without being declared absent, not a number or no probability is an error."""
-    check_probabilities(audit.probs, auditor.categories, "auditor")
-    for name, value in audit.scores().items():
-        if value is None and name not in auditor.absent and not (name == "F" and prompt is None):
-            raise BadInput(f"the auditor gave no {name}, which it does not declare absent")
-    numbers = [v for v in audit.scores().values() if v is not None]
-    if not all(math.isfinite(x) for x in numbers) or not torch.isfinite(audit.adv_map).all():
-        raise NotFinite(f"the auditor answered with NaN or infinity: {audit.scores()}")
-    refuse_outside(numbers, "auditor")
-
-
-def check_probabilities(probs: Mapping[str, float], categories: tuple[str, ...], who: str) -> None:
-    """Raise unless there is a probability for every category, and they sum to one."""
-    if set(probs) != set(categories):
-        raise BadInput(f"the {who} scored {sorted(probs)}, its categories are {sorted(categories)}")
-    if not all(math.isfinite(p) for p in probs.values()):
-        raise NotFinite(f"the {who} answered with NaN or infinity: {probs}")
-    refuse_outside(probs.values(), who)
-    total = sum(probs.values())
-    if abs(total - 1) > SUM_SLACK:
-        raise BadInput(f"the {who}'s probabilities sum to {total:.3f}, not to 1: {probs}")
-
-
-def refuse_outside(numbers: Iterable[float], who: str) -> None:
-    """Raise BadInput for a score that does not lie in [0, 1]."""
-    outside = [x for x in numbers if not -SLACK <= x <= 1 + SLACK]
-    if outside:
-        raise BadInput(f"the {who} answered with {outside[0]}: scores and probabilities lie in [0, 1]")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from scipy import ndimage
-from torch import Tensor, nn
+from torch import Tensor
 
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.errors import BadCheckpoint
-from guardpaint.store.checkpoint import WEIGHTS, fingerprint, read_tensors, sha256_hex, write_atomic
-from guardpaint.types import JsonDict, SeamMetric
+from guardpaint.errors import BadConfig
+from guardpaint.store.checkpoint import sha256_hex
+from guardpaint.types import Auditor, JsonDict, SeamMetric
+from guardpaint.verify.lpips import Lpips, LpipsAlex, LpipsVGG, spatial_distance
 
 KAPPA = 5.0
 RING = 8 / 512
@@ -43,98 +44,6 @@ def seam_quality(
     area = rings.sum((1, 2))
     mean = (distance * rings).sum((1, 2)) / area.clamp_min(1.0)
     return torch.exp(-KAPPA * mean)
-
-
-def unit(features: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """Unit length over channels."""
-    return features / (features.norm(dim=1, keepdim=True) + 1e-10)
-
-
-def spatial_distance(
-    a: list[Tensor], b: list[Tensor], weights: list[Tensor | None], size: tuple[int, int]
-) -> Float[Tensor, "n h w"]:
-    """LPIPS formula: Σ over layers of the weighted squared difference of unit features, at image size."""
-    total = torch.zeros(len(a[0]), 1, *size, device=a[0].device)
-    for x, y, w in zip(a, b, weights, strict=True):
-        squared = (unit(x) - unit(y)) ** 2
-        layer = squared.sum(1, keepdim=True) if w is None else F.conv2d(squared, w)
-        total += F.interpolate(layer, size=size, mode="bilinear", align_corners=False)
-    return total[:, 0]
-
-
-class LpipsVGG(nn.Module):
-    """LPIPS v0.1 on VGG-16: thirteen convolutions, five taps, learned heads; weights by path."""
-
-    name = "lpips_vgg"
-    kind: ClassVar[str] = "lpips_vgg"
-    PLAN = ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
-    CHANNELS = (64, 128, 256, 512, 512)
-    shift: Tensor
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features, width = nn.ModuleDict(), 3
-        for indices, channels in zip(self.PLAN, self.CHANNELS, strict=True):
-            for index in indices:
-                self.features[str(index)] = nn.Conv2d(width, channels, 3, padding=1)
-                width = channels
-        self.lins = nn.ParameterList(torch.zeros(1, c, 1, 1) for c in self.CHANNELS)
-        self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1))
-        self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1))
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> LpipsVGG:
-        """VGG convolutions as features.N.{weight,bias}, heads as lin0..4.weight."""
-        state, model = read_tensors(Path(path)), cls()
-        try:
-            for index, conv in model.features.items():
-                assert isinstance(conv, nn.Conv2d) and conv.bias is not None
-                conv.weight.data = state[f"features.{index}.weight"].float().reshape(conv.weight.shape)
-                conv.bias.data = state[f"features.{index}.bias"].float().reshape(conv.bias.shape)
-            for i in range(5):
-                model.lins[i].data = state[f"lin{i}.weight"].float().reshape(model.lins[i].shape)
-        except (KeyError, RuntimeError) as error:
-            raise BadCheckpoint(f"{path}: not LPIPS-VGG weights ({error})") from error
-        return model.eval().requires_grad_(False)
-
-    def options(self) -> JsonDict:
-        return {}
-
-    def digest(self) -> str:
-        return fingerprint(self)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """The weights under the names that `from_file` reads."""
-        from safetensors.torch import save
-
-        state = {f"lin{i}.weight": head.detach() for i, head in enumerate(self.lins)}
-        for index, conv in self.features.items():
-            assert isinstance(conv, nn.Conv2d) and conv.bias is not None
-            state |= {f"features.{index}.weight": conv.weight.detach(), f"features.{index}.bias": conv.bias.detach()}
-        write_atomic(folder / WEIGHTS, save({k: v.contiguous() for k, v in state.items()}))
-
-    @classmethod
-    def from_pretrained(cls, folder: Path) -> LpipsVGG:
-        return cls.from_file(folder / WEIGHTS)
-
-    def taps(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor]:
-        x = (images * 2 - 1 - self.shift) / self.scale
-        out = []
-        for k, indices in enumerate(self.PLAN):
-            if k:
-                x = F.max_pool2d(x, 2)
-            for index in indices:
-                x = F.relu(self.features[str(index)](x))
-            out.append(x)
-        return out
-
-    @torch.no_grad()
-    def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
-        device = self.shift.device
-        a, b = self.taps(candidates.to(device)), self.taps(control[None].to(device))
-        size = (int(control.shape[-2]), int(control.shape[-1]))
-        return spatial_distance(a, b, list(self.lins), size)
 
 
 class BackboneSeam:
@@ -175,3 +84,29 @@ class PixelSeam:
 
     def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
         return ((candidates - control) ** 2).mean(1)
+
+
+def own_seam(auditor: Auditor | None) -> SeamMetric:
+    """The metric of a guard whose manifest names none: the auditor's backbone, or pixels if it has no features."""
+    return BackboneSeam(auditor) if isinstance(auditor, AuditorScorer) else PixelSeam()
+
+
+LPIPS: dict[str, type[Lpips]] = {"lpips_vgg": LpipsVGG, "lpips_alex": LpipsAlex}
+SEAMS = "auditor_backbone, pixels, lpips_alex, lpips_alex:FILE or lpips_vgg:FILE"
+
+
+def open_seam(name: str, auditor: Auditor | None) -> SeamMetric:
+    """A seam metric by name; `FILE` holds LPIPS weights as safetensors."""
+    kind, colon, file = name.partition(":")
+    if kind in LPIPS and file:
+        return LPIPS[kind].from_file(file)
+    if kind == "auditor_backbone" and not isinstance(auditor, AuditorScorer):
+        raise BadConfig(f"seam={name!r}: there is no auditor with a backbone; choose pixels or LPIPS")
+    plain: dict[str, Callable[[], SeamMetric]] = {
+        "auditor_backbone": lambda: own_seam(auditor),
+        "pixels": PixelSeam,
+        "lpips_alex": LpipsAlex.load,
+    }
+    if colon or kind not in plain:
+        raise BadConfig(f"seam={name!r}: choose {SEAMS}")
+    return plain[kind]()

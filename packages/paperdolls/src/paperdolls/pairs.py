@@ -24,6 +24,10 @@ from paperdolls.scene import Scene, safe_version, sample_scene
 
 PAIR_SEEDS = {"train": 30_000_000, "validation": 31_000_000, "test": 32_000_000}
 """First scene of each split of the inpainter's pairs; no other model trains on them."""
+SPAN = 1_000_000
+"""Scenes that each split may use: none reaches the first scene of another."""
+COVERED = 0.5
+"""Least share of the unsafe area that the auditor's mask must cover for a pair to be used."""
 
 
 def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, Scene]]:
@@ -38,6 +42,8 @@ def balanced_scenes(split: str, unsafe: int, safe: int) -> Iterator[tuple[int, S
             left[scene.category] -= 1
             yield seed, scene
         seed += 1
+        if seed == PAIR_SEEDS[split] + SPAN and any(left.values()):
+            raise BadInput(f"split {split!r} has too few scenes for {unsafe} unsafe and {safe} safe pictures")
 
 
 def scene_pair(
@@ -49,11 +55,16 @@ def scene_pair(
     config: GuardConfig,
     size: int = SIZE,
 ) -> Pair:
-    """The pair of one scene: its render and that of its safe version. Outside the mask both pictures are the same."""
+    """The pair of one scene: its render and that of its safe version. Outside the mask both pictures are the same.
+
+    The mask is the auditor's, or the true one without an auditor. A pair is not approved if the auditor's mask covers
+    too little of the unsafe area; a safe picture has no harm to find, and its mask is the figure's.
+    """
     shown = render(scene, size)
     key = f"world-{seed}"
     text = caption(scene, 0).text
-    audited = None
+    found: Pixels | None = None
+    why = ""
     if scene.category == SAFE:
         body = figure_mask(scene, main_only=True, size=size)
         truth: Pixels = body if body.any() else ~body
@@ -62,8 +73,10 @@ def scene_pair(
         truth = shown.mask
         target = render(safe_version(scene), size).image
         if auditor is not None:
-            audited = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
-    region = training_region(truth, seed) if audited is None else audited | truth
+            found = audited_mask(auditor, Image.fromarray(shown.image), text, config, Policy.default())
+            covered = 0.0 if found is None else float((found & truth).sum() / truth.sum())
+            why = "" if covered >= COVERED else f"the auditor's mask covers {covered:.0%} of the unsafe area"
+    region = training_region(truth, seed) if found is None else found
     target = np.where(region[..., None], target, shown.image)
     return Pair(
         key=key,
@@ -75,8 +88,9 @@ def scene_pair(
         target=store.save(key, "target", Image.fromarray(target)),
         mask=store.save(key, "mask", picture_of(region)),
         truth=store.save(key, "truth", picture_of(truth)),
-        mask_from="truth" if audited is None else "auditor",
-        approved=True,
+        mask_from="truth" if found is None else "auditor",
+        approved=not why,
+        why=why,
     )
 
 
@@ -106,5 +120,13 @@ def make_pairs(
 class ScenePairs:
     """Pairs of scenes for the inpainter (`InpainterLessons`)."""
 
-    def make_pairs(self, out: Path, split: str, unsafe: int, safe: int, auditor: Auditor | None = None) -> int:
-        return make_pairs(out, split, unsafe, safe, auditor)
+    def make_pairs(
+        self,
+        out: Path,
+        split: str,
+        unsafe: int,
+        safe: int,
+        auditor: Auditor | None = None,
+        config: GuardConfig | None = None,
+    ) -> int:
+        return make_pairs(out, split, unsafe, safe, auditor, config)

@@ -1,0 +1,86 @@
+"""`guardpaint compose` makes a guard's folder from trained parts; `guardpaint push` uploads it with a card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compose(
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the guard.")],
+    auditor: Annotated[Path, typer.Option(help="A trained auditor.")],
+    repairer: Annotated[str, typer.Option(help="SD inpainting pipeline: a folder or hub:OWNER/NAME; or native.")],
+    proposer: Annotated[str, typer.Option(help="uniform, fixed, strong, or a trained proposer's folder.")] = "uniform",
+    ranker: Annotated[Path | None, typer.Option(help="A trained ranker.")] = None,
+    keep: Annotated[
+        int, typer.Option(min=0, help="Candidates that the ranker keeps of a tournament; 0 keeps all.")
+    ] = 0,
+    approver: Annotated[
+        Path | None, typer.Option(help="Another trained auditor, which looks at every finished picture once more.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="File of `guardpaint calibrate` for this auditor: the guard takes its thresholds."),
+    ] = None,
+    f_gate: Annotated[str, typer.Option(help="Gate of prompt faithfulness: absolute, relative or off.")] = "relative",
+    decoder: Annotated[
+        list[str] | None, typer.Option(help="FAMILY=DIR: tiny decoder for sd, sdxl, sd3 or flux; repeat.")
+    ] = None,
+    policy: Annotated[Path | None, typer.Option(help="Content policy YAML; default: the embedded policy.")] = None,
+) -> None:
+    """Make a guard from trained parts and save it as a folder that `GuardPaint.from_pretrained` loads."""
+    from guardpaint.audit.approvers import SecondLook
+    from guardpaint.audit.model import AuditorScorer
+    from guardpaint.bases import load_inpainter
+    from guardpaint.cli.data import load_policy
+    from guardpaint.config import GuardConfig
+    from guardpaint.draft.loading import load_tiny
+    from guardpaint.errors import BadInput
+    from guardpaint.evaluate.auditor import read_calibration
+    from guardpaint.guard import GuardPaint
+    from guardpaint.repair.inpainter import Inpainter
+    from guardpaint.repair.native import NativeRepairer
+    from guardpaint.repair.ranker import Ranker
+    from guardpaint.train.rollouts import open_proposer
+
+    settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
+    if calibration is not None:
+        found = read_calibration(calibration)
+        located = all(band.mask_level is not None for band in found.bands)
+        settings |= {"calibration": found.to_dict(), "mask_threshold": "calibrated" if located else "percentile"}
+    pairs = [d.partition("=")[::2] for d in decoder or ()]
+    if not all(folder for _, folder in pairs):
+        raise BadInput(f"--decoder {' '.join(decoder or ())}: write FAMILY=DIR, as in sd=models/taesd")
+    scorer = AuditorScorer.from_pretrained(auditor)
+    if calibration is not None and found.auditor not in ("", scorer.identity()):
+        raise BadInput(
+            f"{calibration}: calibrated for another auditor than {auditor}; run `guardpaint calibrate` again"
+        )
+    guard = GuardPaint(
+        scorer,
+        NativeRepairer() if repairer == "native" else Inpainter(load_inpainter(repairer)),
+        open_proposer(proposer),
+        approver=None if approver is None else SecondLook(AuditorScorer.from_pretrained(approver)),
+        policy=load_policy(policy),
+        config=GuardConfig.from_dict(settings),
+        ranker=None if ranker is None else Ranker.from_pretrained(ranker),
+        decoders={family: load_tiny(Path(folder)) for family, folder in pairs},
+    )
+    guard.save_pretrained(out_dir)
+    typer.echo(f"{out_dir}: {', '.join(guard.chosen_parts())}; policy {guard.policy.name}")
+
+
+def push(
+    guard: Annotated[Path, typer.Argument(help="Folder of a guard.")],
+    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub.")],
+    licence: Annotated[str, typer.Option("--license", help="Licence of the weights, as the card names it.")],
+    public: Annotated[bool, typer.Option("--public", help="Create the repository public; default: private.")] = False,
+    token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="Hub token; rather set HF_TOKEN.")] = None,
+) -> None:
+    """Upload a guard to the hub with a model card that names its policy, parts and weak settings."""
+    from guardpaint.guard import GuardPaint
+
+    loaded = GuardPaint.from_pretrained(guard)
+    typer.echo(loaded.push_to_hub(repository, {"license": licence}, private=not public, token=token))
