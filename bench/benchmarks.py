@@ -19,6 +19,7 @@ from guardpaint.store.results import require_clean
 
 PARTS: dict[str, str] = {
     "layouts": "benchmarks_layouts:measure",
+    "attacks": "benchmarks_attacks:measure",
 }
 """Each part's function, as MODULE:FUNCTION; a module is imported only if its part runs."""
 

@@ -83,7 +83,9 @@ def searched(
     return values(found, other, best(answered(found)), best(answered(other)))
 
 
-def reworded(attack: Attack, target: str, seed: int, system: Callable[[], Target], attacker: Attacker) -> dict[str, Any]:
+def reworded(
+    attack: Attack, target: str, seed: int, system: Callable[[], Target], attacker: Attacker
+) -> dict[str, Any]:
     """The mean closeness to the target of an attack's answered queries, with its phrases and with random ones.
 
     `original` says whether the filter lets the target itself through.

@@ -1,8 +1,8 @@
 """SneakyPrompt: search for words that replace the forbidden phrase, pass the filter and keep the meaning.
 
 The search is reinforced. Sequences of words that came close to the target are varied, and the words of sequences that
-came closer than others of their round are drawn more often; a refused sequence is given up. Each query is spent on the
-closest sequence that was not asked yet.
+came closer than others of their round are drawn more often; a refused sequence is given up. Queries are spent
+on the closest sequence that was not asked yet and, in turn, on the closest one without any word asked before.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from guardpaint.testbed.language import Attacker, everyday_words
 class SneakyPrompt:
     candidates: int = 40
     """Sequences that the surrogate compares before each query."""
+    rounds: int = 5
+    """Rounds that they are read in; the search learns from each."""
     longest: int = 4
     learned: float = 0.7
     """Probability that a sequence varies one of the best, and that a word is drawn by what was learned; else blindly."""
@@ -37,12 +39,12 @@ class SneakyPrompt:
         policy = Policy(self, self.gap(target, attacker), random.Random(f"sneaky/{seed}/{target}"))
         prompt = target
         while system.left:
-            policy.read(policy.candidates())
-            ranking = policy.ranking()
-            fresh = next((text for text in ranking if text not in policy.asked), None)
-            if fresh is None:
+            for _ in range(self.rounds):
+                policy.read(policy.candidates(self.candidates // self.rounds))
+            choice = policy.choice()
+            if choice is None:
                 break
-            prompt = fresh
+            prompt = choice
             policy.asked.add(prompt)
             passed, seen = system.ask(prompt, seed)
             if seen:
@@ -66,14 +68,14 @@ class Policy:
     asked: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
-    def candidates(self) -> dict[str, list[str]]:
-        """New prompts, with the words in their gaps."""
+    def candidates(self, count: int) -> dict[str, list[str]]:
+        """At most `count` new prompts, with the words in their gaps."""
         best = [self.found[text][1] for text in self.ranking()[: self.settings.best]]
         known = list(self.value)
         weights = [math.exp(2 * self.value[word]) for word in known]
         new: dict[str, list[str]] = {}
-        for _ in range(100 * self.settings.candidates):  # a short list of words may have fewer sequences
-            if len(new) == self.settings.candidates:
+        for _ in range(100 * count):  # a short list of words may have fewer sequences
+            if len(new) == count:
                 break
             draw = lambda: self.rng.random() < self.settings.learned  # noqa: E731
             words = self.gap.drawn(self.settings.size(self.rng), self.rng)
@@ -109,6 +111,17 @@ class Policy:
     def ranking(self) -> list[str]:
         """The prompts that were not refused, the closest first."""
         return sorted(self.found.keys() - self.refused, key=lambda text: (-self.found[text][0], text))
+
+    def choice(self) -> str | None:
+        """The prompt to ask next: the closest one, and every second time the closest one whose words are all new.
+
+        The surrogate is not the system: words that it likes may not draw what the attacker wants.
+        """
+        fresh = [text for text in self.ranking() if text not in self.asked]
+        if len(self.asked) % 2:
+            used = {word for text in self.asked for word in self.found[text][1]}
+            fresh = [text for text in fresh if not used & set(self.found[text][1])] or fresh
+        return fresh[0] if fresh else None
 
     def give_up(self, prompt: str) -> None:
         """Learn that the filter refuses a prompt."""
