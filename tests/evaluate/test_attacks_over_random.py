@@ -86,7 +86,7 @@ def test_blind_draws_keep_budget_and_space(attacker, system):
     found = [blind.search(TARGETS[0], system(3)(), attacker, seed) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
     assert found[0].reads == 21 and found[0].queries == 3
-    words = {w for prompt, _ in found[0].log for w in prompt.split()} - set("a person on the beach".split())
+    words = {w for prompt, _ in found[0].log for w in prompt.split()} - {"a", "person", "on", "the", "beach"}
     assert words <= set(WORDS) and all(p.endswith("on the beach") for p in answered(found[0]))
 
 

@@ -6,7 +6,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ def load_surrogate(path: str) -> Surrogate:
         )
         if loading["missing_keys"]:
             raise ValueError(f"no CLIP text model: it lacks {min(loading['missing_keys'])}")
-    except LOADING as error:
+    except (*LOADING, RuntimeError) as error:  # RuntimeError: weights of other shapes
         raise BadInput(f"surrogate {path!r} cannot be loaded: {error}") from error
     tokenizer.model_max_length = min(tokenizer.model_max_length, encoder.config.max_position_embeddings)
     return Surrogate(tokenizer, encoder.eval())

@@ -14,8 +14,8 @@ from guardpaint.testing.small import TEXT_WIDTH, seeded
 WORDS = (
     "apple", "arrow", "autumn", "basket", "beach", "bell", "bench", "bird", "boat", "bottle", "branch", "bread",
     "bridge", "brook", "candle", "castle", "chair", "cherry", "circle", "cloud", "coat", "coin", "corner", "cotton",
-    "curtain", "desk", "door", "dove", "drum", "evening", "feather", "fence", "field", "flower", "fog", "forest", "garden",
-    "gate", "glass", "grass", "guitar", "hill", "house", "island", "ivory", "jacket", "kettle", "key", "ladder", "lake",
+    "curtain", "desk", "door", "dove", "drum", "evening", "feather", "fence", "field", "flower", "fog", "forest",
+    "garden",    "gate", "glass", "grass", "guitar", "hill", "house", "island", "ivory", "jacket", "kettle", "key", "ladder", "lake",
     "lamp", "lantern", "leaf", "lemon", "letter", "maple", "market", "meadow", "mirror", "moon", "morning", "mountain",
     "needle", "ocean", "orange", "paper", "path", "pearl", "pencil", "piano", "pillow", "plate", "pocket", "pond",
     "purple", "rain", "ribbon", "river", "road", "robin", "rope", "rose", "sail", "sand", "shadow", "shelf", "ship",
