@@ -83,7 +83,8 @@ class Mma:
             tokenizer(text, add_special_tokens=False).input_ids
             for text in (gap.prompt[: gap.span[0]].strip(), gap.prompt[gap.span[1] :].strip())
         )
-        row = [tokenizer.bos_token_id, *before, *free, *after][: surrogate.length - 1] + [tokenizer.eos_token_id]
+        inside = [*before, *free, *after][: surrogate.length - 2]
+        row = [tokenizer.bos_token_id, *inside, tokenizer.eos_token_id]
         ids: Int[Tensor, "1 l"] = torch.tensor([row + [tokenizer.pad_token_id] * (surrogate.length - len(row))])
         grad = embedding_gradient(objective, ids)
         start, end = 1 + len(before), min(1 + len(before) + len(free), len(row) - 1)

@@ -24,7 +24,7 @@ class SneakyPrompt:
     """Rounds that they are read in; the search learns from each."""
     longest: int = 4
     learned: float = 0.7
-    """Probability that a sequence varies one of the best, and that a word is drawn by what was learned; else blindly."""
+    """Probability that a sequence varies one of the best, and that a word is drawn by its value; else blindly."""
     best: int = 5
     """Sequences that are varied."""
     name: str = "sneakyprompt"
