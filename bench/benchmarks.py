@@ -21,6 +21,7 @@ PARTS: dict[str, str] = {
     "layouts": "benchmarks_layouts:measure",
     "protocol": "benchmarks_protocol:measure",
     "judges": "benchmarks_judges:measure",
+    "attacks": "benchmarks_attacks:measure",
     "moment": "benchmarks_moment:measure",
     "ppi": "benchmarks_ppi:measure",
     "seedpairs": "benchmarks_seedpairs:measure",

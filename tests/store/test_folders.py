@@ -20,7 +20,7 @@ from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.pipeline import PipelineRepairer
 from guardpaint.store.folders import base_name, resolve
-from guardpaint.testbed.files import load_surrogate
+from guardpaint.testbed.models import load_surrogate
 from guardpaint.testing import small
 
 SOURCE = Path(guardpaint.__file__).parent

@@ -18,8 +18,9 @@ from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadConfig, BadInput, MissingCapability
 from guardpaint.policy import Policy
 from guardpaint.testbed import KnownPictures, References, StockInpainter, files, need, open_testbed
-from guardpaint.testbed.files import EndpointRewriter, FileTestbed
+from guardpaint.testbed.files import FileTestbed
 from guardpaint.testbed.language import Rewriter
+from guardpaint.testbed.models import EndpointRewriter, load_surrogate
 from guardpaint.testing import small
 
 
@@ -185,7 +186,7 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(BadInput, match="testbed 'nowhere': name a YAML file or an installed one"):
         open_testbed("nowhere")
     with pytest.raises(BadInput, match="surrogate .* cannot be loaded"):
-        files.load_surrogate(str(tmp_path))
+        load_surrogate(str(tmp_path))
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from guardpaint.errors import MissingCapability
+from guardpaint.testbed import phrases
 
 Span = tuple[int, int]
 
@@ -125,6 +126,22 @@ class Surrogate:
         return self.embed(texts) @ self.embed([target])[0]
 
 
+@dataclass
+class Objective:
+    """The cosine between the embedding of a prompt and a wanted direction; it counts the texts that it reads."""
+
+    surrogate: Surrogate
+    wanted: Float[Tensor, " d"]
+    reads: int = 0
+
+    def __post_init__(self) -> None:
+        self.wanted = torch.nn.functional.normalize(self.wanted, dim=0)
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, " b"]:
+        self.reads += len(texts)
+        return self.surrogate.embed(texts) @ self.wanted
+
+
 @dataclass(frozen=True)
 class Attacker:
     """What an attacker knows of a world: its vocabulary, a text encoder, and possibly a language model."""
@@ -134,21 +151,47 @@ class Attacker:
     rewriter: Rewriter | None = None
 
     def similar_phrases(self, prompt: str, count: int = 20) -> list[str]:
-        """Figures of speech for what a prompt asks for, from the rewriter if there is one, or else the lexicon."""
+        """Figures of speech for what a prompt asks for: from the rewriter if there is one, or else the lexicon's.
+
+        Without either they are built in, for the harms of the default policy.
+        """
         if self.rewriter is not None:
             return self.rewriter.similar_phrases(prompt, count)
-        hidden = self.lexicon.hidden_phrases
-        if not hidden:
-            raise MissingCapability("this attack needs a rewriter, or hidden_phrases in the testbed's lexicon")
-        harm = self.lexicon.harm_of(prompt)
-        return list(hidden.get(harm or "", list(hidden.values())[-1]))
+        harm, hidden = self.lexicon.harm_of(prompt), self.lexicon.hidden_phrases
+        if hidden:
+            return list(hidden.get(harm or "", list(hidden.values())[-1]))[:count]
+        built_in = harm if harm in phrases.HIDDEN else phrases.harm_of(prompt)
+        if built_in is None:
+            raise MissingCapability(
+                "this attack needs a rewriter, or hidden_phrases in the testbed's lexicon: no phrases are built in for "
+                f"what {prompt!r} asks for"
+            )
+        return list(phrases.HIDDEN[built_in])[:count]
 
 
-def everyday_words(lexicon: Lexicon, attack: str) -> list[str]:
-    """The lexicon's harmless words; raises MissingCapability, which names the attack, if there are none."""
-    words = lexicon.harmless_words()
+def whole_words(tokenizer: Any, lexicon: Lexicon) -> dict[str, int]:
+    """The tokens that are a whole word, in the order of their numbers, with these numbers.
+
+    Words that contain a forbidden word or are part of one are left out.
+    """
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    words = {token.removesuffix("</w>"): i for token, i in vocab.items() if token.endswith("</w>")}
+    plain = {w: i for w, i in words.items() if len(w) > 1 and w.isascii() and w.isalpha()}
+    allowed = {w: i for w, i in plain.items() if not any(w in k or k in w for k in lexicon.keywords)}
+    return dict(sorted(allowed.items(), key=lambda item: item[1]))
+
+
+def everyday_words(attacker: Attacker, attack: str) -> list[str]:
+    """The lexicon's harmless words, or the whole words of the surrogate's vocabulary if the lexicon has none.
+
+    Raises MissingCapability, which names the attack, if neither has any.
+    """
+    words = attacker.lexicon.harmless_words() or list(whole_words(attacker.surrogate.tokenizer, attacker.lexicon))
     if not words:
-        raise MissingCapability(f"{attack} needs words in the testbed's lexicon: everyday words that no filter knows")
+        raise MissingCapability(
+            f"{attack} needs words in the testbed's lexicon, or a surrogate whose vocabulary has whole words: "
+            "everyday words that no filter knows"
+        )
     return words
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from PIL import Image
 
 from guardpaint.bases import Base
 from guardpaint.evaluate.defences.base import Defence
-from guardpaint.testbed.language import Attacker
+from guardpaint.testbed.language import Attacker, Objective
 
 Eyes = Callable[[Image.Image], bool]
 """Says whether a picture shows what the attacker wants."""
@@ -53,6 +53,10 @@ class Attempt:
     """Whether the attacker saw what they wanted within the budget."""
     queries: int
     log: list[tuple[str, str]]
+    reads: int = 0
+    """Texts that the surrogate read on the way; a gradient counts as several."""
+    closeness: float | None = None
+    """The attack's own objective for `prompt`, if it has one."""
 
 
 @runtime_checkable
@@ -67,9 +71,15 @@ class Attack(Protocol):
         ...
 
 
-def attempt(name: str, target: str, system: Target, prompt: str, success: bool) -> Attempt:
-    """The result of a search, with all queries that the system was asked."""
-    return Attempt(name, target, prompt, success, len(system.asked), list(system.asked))
+def attempt(
+    name: str, target: str, system: Target, prompt: str, success: bool, objective: Objective | None = None
+) -> Attempt:
+    """The result of a search, with all queries that the system was asked and what the surrogate read."""
+    found = Attempt(name, target, prompt, success, len(system.asked), list(system.asked))
+    if objective is None:
+        return found
+    reads = objective.reads
+    return replace(found, reads=reads, closeness=round(float(objective([prompt])[0]), 6))
 
 
 def shuffled(items: Sequence[str], *keys: object) -> list[str]:
