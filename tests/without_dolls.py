@@ -99,6 +99,14 @@ def commands(root: Path) -> dict[str, list[str]]:
         "inpainter": ["inpainter", "--model", f"base={root / 'fill'}", "--results", root / "x.json", *world],
         "proposers": ["proposers", *guard, "--rollouts", root / "rollouts", "--trials", 0, "--results",
                       root / "proposer.json", *world],
+        "gtp": ["gtp", "--base", "first", *guard, "--count", 1, "--c", 1, "--results", root / "gtp.json", *world],
+        "moment": ["moment", "--base", "first", *guard, "--count", 1, "--start", 0.5, "--out", root / "moment",
+                   "--results", root / "moment.json", *world],
+        "seed-pairs": ["seed-pairs", "--base", "first", *guard, "--prompts", 1, "--benign", 1, "--seeds", 2, "--out",
+                       root / "pairs", "--results", root / "pairs.json", *world],
+        "figures": ["figures", run, "--out", root / "figures"],
+        "over-refusal": ["over-refusal", run, "--benign", "benign", "--harmful", "pgj", "--results",
+                         root / "refusal.json"],
         "no testbed": ["attack", "pgj", "--out", root / "attacks"],
     }  # fmt: skip
     evaluated = {name: ["eval", *args] for name, args in found.items()}

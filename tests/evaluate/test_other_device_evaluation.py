@@ -123,12 +123,13 @@ def test_stage_prompt_attack(attack):
         encoder.encoder.resize_token_embeddings(len(encoder.tokenizer))
         encoder.encoder.to(place)
         attacker = Attacker(encoder, LEXICON)
+        search = Mma(rounds=2, tokens=2) if attack == "mma" else RingABell(population=6, generations=2, words=2)
+        gap, rng = search.gap(target, attacker), random.Random(1)
         if attack == "mma":
-            found.append(Mma(rounds=2, tokens=2).optimise(target, attacker, random.Random(1)))
+            free = search.optimised(gap, rng)
         else:
-            want = encoder.embed(["a person at sea"])[0] + concept(attacker, target)
-            search = RingABell(population=6, generations=2)
-            found.append(search.evolved(target, LEXICON.forbidden_span(target), want, attacker, random.Random(1)))
+            free = search.evolved(gap, [gap.drawn(2, rng) for _ in range(6)], {}, rng)[0]
+        found.append(gap.filled(free))
     assert "naked" not in found[1]
 
 

@@ -29,6 +29,10 @@ WORKS = {
     "fid": ".",
     "corpus-auditor": "clean.accuracy",
     "proposers": "first.uniform.utility",
+    "gtp": "| first | No GTP |",
+    "moment": "moment.pilot.0.5.asr",
+    "seed-pairs": "seedpairs.auditor.auc_all",
+    "over-refusal": "| first.undefended |",
     "rollouts states": "states",
     "rollouts play": "1 new tournaments",
 }
@@ -85,6 +89,11 @@ def test_what_asks_the_installed_world_says_how_to_install_it(said, command):
     assert error in ("MissingPackage", "BadInput") and "pip install" in message, message
 
 
+def test_figures_say_which_rows_they_need(said):
+    assert said["figures"][1] == "BadInput" and "no rows of harmful prompts with ours" in said["figures"][2]
+
+
 def test_no_command_is_forgotten(said):
-    named = {c.name for c in app.registered_commands}
+    """A protocol and the page of labels have tests of their own: they ask for a folder of files, and for a browser."""
+    named = {c.name for c in app.registered_commands} - {"protocol", "label"}
     assert named == {name.split()[0] for name in said} - {"no", "data", "rollouts", "serve"}
