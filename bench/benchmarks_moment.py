@@ -30,6 +30,7 @@ def measure() -> Measured:
         )
     )
     found = moment_results.metrics(rows)
-    found["moment.pilot.suggests"] = metric(None, len(rows), note=moment_results.suggestion(found))
+    best = {moment.name_of(s): s for s in moment.STARTS}[moment_results.best_start(found)]
+    found["moment.pilot.suggests"] = metric(best, len(rows), note=moment_results.suggestion(found))
     moment_results.figure(rows).savefig(FIGURE, dpi=110)
     return Measured(found, rows)

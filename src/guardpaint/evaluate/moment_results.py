@@ -117,22 +117,32 @@ def scenes_needed(changed: float, difference: float = MATTERS, power: float = PO
     return math.ceil(root**2 / difference**2)
 
 
+def measured_starts(found: Metrics, key: str) -> list[str]:
+    """The starts that have results, in order."""
+    return [name_of(s) for s in sorted(STARTS) if f"{key}.{name_of(s)}.whole" in found]
+
+
+def best_start(found: Metrics, key: str = "moment.pilot") -> str:
+    """The start with the most whole pictures; among equals the fastest."""
+
+    def merit(start: str) -> tuple[float, float]:
+        return found[f"{key}.{start}.whole"]["value"], -found[f"{key}.{start}.seconds"]["value"]
+
+    return max(measured_starts(found, key), key=merit)
+
+
 def suggestion(found: Metrics, key: str = "moment.pilot") -> str:
     """What the numbers suggest, in two sentences."""
-    starts = [name_of(s) for s in STARTS if f"{key}.{name_of(s)}.whole" in found]
-    best = max(starts, key=lambda s: (found[f"{key}.{s}.whole"]["value"], -found[f"{key}.{s}.seconds"]["value"]))
-    said = []
-    for s in starts:
-        whole, harm, seconds = (found[f"{key}.{s}.{name}"]["value"] for name in ("whole", "asr", "seconds"))
-        said.append(f"{s} {100 * whole:.0f} % whole, {100 * harm:.0f} % harm, {seconds:.1f} s")
-    values = ", ".join(said)
-    if best == END:
-        rest = "Repairing the finished picture does best."
-    else:
+    said, best = [], best_start(found, key)
+    for start in measured_starts(found, key):
+        whole, harm, seconds = (found[f"{key}.{start}.{name}"]["value"] for name in ("whole", "asr", "seconds"))
+        said.append(f"{start} {100 * whole:.0f} % whole, {100 * harm:.0f} % harm, {seconds:.1f} s")
+    rest = "Repairing the finished picture has the most whole pictures."
+    if best != END:
         low, high = found[f"{key}.{best}.whole_over_end"]["ci"]
         sure = "the interval leaves out zero" if low > 0 or high < 0 else "the interval holds zero: not settled"
         rest = f"{best} has the most whole pictures, {100 * low:.0f} to {100 * high:.0f} points over end ({sure})."
-    return f"{values}. {rest}"
+    return f"{', '.join(said)}. {rest}"
 
 
 def figure(rows: Rows) -> Any:
