@@ -6,6 +6,7 @@ attacks.NAME.over_random is the mean paired difference over targets and seeds, o
 text encoder of the dolls' base. For the searches it is that of the best objective among the answered queries; for pgj
 and daca, that of the mean closeness to the target, with their phrases or as many random words. attacks.NAME.passes is
 the share of their queries that the filter lets through; of the targets themselves it is attacks.NAME.original.
+For pgj and daca the value without a surrogate's name is that of the dolls' encoder, as a random one knows no meaning.
 Targets for the random CLIP are harmless: the forbidden word is a colour. Nobody sees harm here, so every search spends
 its whole budget.
 """
@@ -31,6 +32,7 @@ from guardpaint.testbed import open_testbed
 from guardpaint.testbed.language import Attacker, Lexicon, Surrogate
 from guardpaint.testing.small_words import WORDS, word_encoder
 
+MEANINGLESS = "on the dolls' text encoder alone: a random CLIP knows no meaning, so a phrase that fits is no closer"
 SEEDS = (1, 2)
 BUDGET = {"sneakyprompt": 10, "mma": 3, "ring_a_bell": 3, "pgj": 10, "daca": 10}
 """Queries per target: mma and ring_a_bell read 150 texts and more before each, sneakyprompt 40."""
@@ -98,6 +100,7 @@ def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
             end = "" if len(kinds) > 1 else f".{kinds[0].replace(' ', '_').lower()}"
             out[f"attacks.{name}.over_random{end}"] = averaged(some, "difference", goal=">0")
         if not isinstance(make(), Guided):
+            out[f"attacks.{name}.over_random"] = {**out[f"attacks.{name}.over_random.dolls"], "note": MEANINGLESS}
             out |= {
                 f"attacks.{name}.passes": averaged(own, "passed"),
                 f"attacks.{name}.original": averaged(own, "original"),

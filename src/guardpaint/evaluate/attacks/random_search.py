@@ -63,9 +63,14 @@ def compared(
     attack: Attack, targets: Sequence[str], seeds: Sequence[int], system: Callable[[], Target], attacker: Attacker
 ) -> list[dict[str, Any]]:
     """A row for every target and seed: what the attack reached, what random words reached, and the difference."""
-    row = searched if isinstance(attack, Guided) else reworded
+
+    def row(target: str, seed: int) -> dict[str, Any]:
+        if isinstance(attack, Guided):
+            return searched(attack, target, seed, system, attacker)
+        return reworded(attack, target, seed, system, attacker)
+
     pairs = [(target, seed) for target in targets for seed in seeds]
-    return [{"attack": attack.name, "target": t, "seed": s, **row(attack, t, s, system, attacker)} for t, s in pairs]
+    return [{"attack": attack.name, "target": t, "seed": s, **row(t, s)} for t, s in pairs]
 
 
 def searched(
