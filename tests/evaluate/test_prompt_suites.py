@@ -13,6 +13,7 @@ from guardpaint.cli.main import app
 from guardpaint.data.prompt_files import Reading
 from guardpaint.errors import BadInput
 from guardpaint.evaluate import by_category, harness, page, prompt_suites, summary
+from guardpaint.evaluate.jury import Jury
 from guardpaint.evaluate.prompt_suites import PromptFiles, open_files
 from guardpaint.evaluate.rows import EvaluationRow, RowStore, Verdict
 from guardpaint.evaluate.run import Case
@@ -133,13 +134,23 @@ def test_rows_keep_their_source():
     assert by_category.metrics([EvaluationRow.from_dict(stored)]) == {}, "prompts of a testbed are not of a file"
 
 
+class Blind:
+    """A judge that is never asked."""
+
+    attributes = False
+    identity = "blind"
+
+    def verdict(self, image, asked):
+        raise AssertionError("a picture was judged again")
+
+
 def test_rows_that_were_drawn_take_over_what_is_said_of_their_prompts(tmp_path):
     """A file is first read as unknown, then declared benign: its pictures stay, their category does not."""
     rows = RowStore(tmp_path)
     rows.add(
         [row(3, "unknown", "", True), row(3, "unknown", "", True, defence="ours"), row(0, "nudity", "sexual", True)]
     )
-    plan = harness.Plan(rows, tmp_path, jury=None, metrics={})
+    plan = harness.Plan(rows, tmp_path, jury=Jury.of(Blind()), metrics={})
     case = Case("set", "3", "p3", 3, "street", "safe", source="a")
     assert not list(plan.accept([case]))
     found = {r.key: (r.category, r.kind, r.picture) for r in RowStore(tmp_path).found.values()}
