@@ -52,7 +52,7 @@ def rows_of(report: ElementTree.ElementTree[Any]) -> list[Row]:
             if name.startswith(start):
                 group = str(case.get("classname")).split(".")[-1].removeprefix("test_other_device_")
                 passed = not any(case.find(bad) is not None for bad in ("failure", "error", "skipped"))
-                what = name.removeprefix(start).strip("[]")
+                what = name.removeprefix(start).strip("[]").replace("[", " ")
                 label = f"{group}: {what}" if kind == "stage" else what
                 rows.append({"kind": kind, "name": label, "passed": int(passed), "seconds": case.get("time")})
     return rows

@@ -19,7 +19,7 @@ from guardpaint.evaluate import calibrate, corpus_auditor, proposers, run
 from guardpaint.evaluate import inpainter as fill_measures
 from guardpaint.evaluate.attacks import adaptive
 from guardpaint.evaluate.attacks.mma import Mma
-from guardpaint.evaluate.attacks.ring_a_bell import RingABell, concept
+from guardpaint.evaluate.attacks.ring_a_bell import RingABell
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.undefended import Undefended

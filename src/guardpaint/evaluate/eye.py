@@ -90,7 +90,7 @@ def corrected(rows: Rows, seen: Sequence[Seen]) -> tuple[Estimate, int]:
         blind += 0 if own else size
         parts.append(Pool(size, share if own else float(key[1] != SAFE), labels))
     said = [r.verdict.released and answer_of(r) != SAFE for r in rows]
-    return pooled_share(parts, effective(said, [r.seed for r in rows])), blind
+    return pooled_share(parts, effective(said, [r.scene for r in rows])), blind
 
 
 def rate(rows: Rows, seen: Sequence[Seen], key: str) -> Metrics:
