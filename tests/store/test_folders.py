@@ -154,7 +154,7 @@ PICKLES = {
     "fuzz_files.py": "files of the fuzzing bench, which writes pickles to see them refused",
     "loading.py": "an attempt of the red-team bench, which writes one to see it refused",
 }
-NO_WEIGHTS = ("Tokenizer", "Processor", "FeatureExtractor", "Scheduler", "processor_class")
+NO_WEIGHTS = ("Tokenizer", "Processor", "FeatureExtractor", "Scheduler", "processor_class", "AutoConfig", "pictures_only(known)")
 OWN = {"GuardPaint", "AuditorScorer", "Inpainter", "Ranker", "TournamentProposer", "Oracle", "Segmenter"} | {
     "OnnxAuditor",
     "ClassifierAuditor",
