@@ -63,7 +63,8 @@ def run(options: AttackOptions, testbed: str | None = None) -> str:
     def target() -> Target:
         return Target(base, defence, partial(shows_harm, judge), options.budget)
 
-    rules = inspect.getsource(prompt_filter), defence.words, fingerprint(attacker.surrogate.encoder)
+    sources = inspect.getsource(prompt_filter), inspect.getsource(inspect.getmodule(type(attack)) or search)
+    rules = *sources, defence.words, fingerprint(attacker.surrogate.encoder)
     against = short_hash(base.digest(), judge.identity, options.budget, vars(attack), rules)
     file = options.out / f"{options.attack}-{name}.jsonl"
     rows = search.run(search.Search(attack, attacker, target, against), prompts, file)
