@@ -162,7 +162,7 @@ NO_WEIGHTS = (
     "FeatureExtractor",
     "Scheduler",
     "processor_class",
-    "AutoConfig",
+    "Config",
     "pictures_only(known)",
 )
 OWN = {"GuardPaint", "AuditorScorer", "Inpainter", "Ranker", "TournamentProposer", "Oracle", "Segmenter"} | {

@@ -32,7 +32,7 @@ def encoder(folder: Path) -> Path:
 def width_of(clip: Path) -> int:
     from transformers import CLIPConfig
 
-    return int(CLIPConfig.from_pretrained(clip).projection_dim)
+    return int(CLIPConfig.from_pretrained(clip, local_files_only=True).projection_dim)
 
 
 def q16(folder: Path) -> str:
