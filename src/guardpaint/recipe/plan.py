@@ -67,10 +67,8 @@ def check_disk(engine: Engine, stages: Sequence[Stage]) -> str | None:
 def table(engine: Engine, stages: Sequence[Stage]) -> Table:
     """One row per stage, and one for all."""
     shown = Table(title=f"{engine.recipe.name} in {engine.recipe.out}", show_lines=False, title_justify="left")
-    for column in ("stage", "state", "downloads", "disk GB", "hours", "memory GB", "rests on"):
-        shown.add_column(
-            column, overflow="fold", justify="right" if column[-1] in "BS" or column == "hours" else "left"
-        )
+    for column in ("stage", "state", "download GB", "disk GB", "hours", "memory GB"):
+        shown.add_column(column, overflow="fold", justify="left" if column in ("stage", "state") else "right")
     seen: set[HubModel] = set()
     for stage in stages:
         record = engine.ledger.read(stage)
@@ -80,11 +78,10 @@ def table(engine: Engine, stages: Sequence[Stage]) -> Table:
         shown.add_row(
             stage.name,
             "new" if record is None else record.status,
-            "\n".join(f"{m.id} {m.gigabytes:g} GB{' (gated)' if m.gated else ''}" for m in fresh),
-            number(e.disk_gb),
-            number(e.hours),
-            number(e.memory_gb),
-            e.rests_on if stage.words else "a person",
+            f"{sum(m.gigabytes for m in fresh):g}" if fresh else "",
+            number(e.disk_gb) if stage.words else "",
+            number(e.hours) if stage.words else "a person",
+            number(e.memory_gb) if stage.words else "",
         )
     whole = downloads(stages)
     memory = [s.estimate.memory_gb for s in stages if s.estimate.memory_gb is not None]
@@ -92,13 +89,22 @@ def table(engine: Engine, stages: Sequence[Stage]) -> Table:
     shown.add_row(
         TOTAL,
         "",
-        f"{sum(m.gigabytes for m in whole):.0f} GB, {sum(m.gated for m in whole)} gated",
-        number(sum(s.estimate.disk_gb or 0.0 for s in stages)),
-        number(sum(s.estimate.hours or 0.0 for s in stages)),
+        f"{sum(m.gigabytes for m in whole):.0f}",
+        f"{sum(s.estimate.disk_gb or 0.0 for s in stages):.0f}",
+        f"{sum(s.estimate.hours or 0.0 for s in stages):.0f}",
         number(max(memory, default=None)),
-        f"{sum(s.estimate.hours is None and bool(s.words) for s in stages)} stages have no estimate of hours",
     )
     return shown
+
+
+def notes(stages: Sequence[Stage]) -> list[str]:
+    """What is downloaded, and what the estimate of each stage rests on."""
+    whole = downloads(stages)
+    lines = [f"downloads, {sum(m.gigabytes for m in whole):.0f} GB, {sum(m.gated for m in whole)} gated:"]
+    lines += [f"  {m.id} {m.gigabytes:g} GB{' (gated)' if m.gated else ''}" for m in whole]
+    guessed = sum(s.estimate.hours is None and bool(s.words) for s in stages)
+    lines.append(f"estimates rest on the following; {guessed} stages have none for hours:")
+    return lines + [f"  {s.name}: {s.estimate.rests_on}" for s in stages if s.words and s.estimate.rests_on]
 
 
 def number(value: float | None) -> str:
@@ -108,6 +114,8 @@ def number(value: float | None) -> str:
 def show(engine: Engine, stages: Sequence[Stage], console: Console, commands: bool = True) -> None:
     """Print the table, what stands in the way, and the command lines."""
     console.print(table(engine, stages))
+    for line in notes(stages):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     lacking = locked(stages)
     if lacking:
         names = ", ".join(m.id for m in lacking)
