@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def opened(monkeypatch, tmp_path):
         def make_views(self, base, out, split, counts, tiny=None, auditor=None, options=None):
             raise Opened(base, options)
 
+    real = bases.load_base
     monkeypatch.setattr(bases, "load_base", load)
     for module in ("guardpaint.testbed", "guardpaint.evaluate.attacks.command"):
         monkeypatch.setattr(importlib.import_module(module), "open_testbed", lambda name=None: World())
@@ -65,7 +67,10 @@ def opened(monkeypatch, tmp_path):
         assert isinstance(result.exception, Opened), (result.output, result.exception)
         return result.exception.args
 
-    return run
+    yield run
+    for module in list(sys.modules.values()):  # a module that was imported meanwhile keeps what it found
+        if getattr(module, "load_base", None) is load:
+            module.load_base = real
 
 
 def commands(folder):

@@ -22,6 +22,11 @@ from guardpaint.data.store import Corpus, Example, key_of
 from guardpaint.errors import BadInput
 
 
+def heeds_interrupts():
+    """A shell starts its background jobs deaf to Ctrl-C, and their children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def labels_of(**said):
     """Labels of pictures 0, 1, …: one letter of safe, nudity, violence, unsure for each; a dot for none."""
     names = {"s": "safe", "n": "nudity", "v": "violence", "u": "unsure"}
@@ -220,7 +225,9 @@ def test_ctrl_c_ends_the_page_and_keeps_the_labels(pictures, tmp_path):
     command = [sys.executable, "-m", "guardpaint.cli", "data", "hand-label", str(pictures), "--labeller", "ann"]
     command += ["--out", str(out), "--no-browser", "--policy", "paper"]
     for left in (5, 4):
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts
+        )
         first = running.stdout.readline()
         address = re.search(r"http://127\.0\.0\.1:\d+/\S+/", first).group()
         state = json.loads(ask(address + "state")[1])

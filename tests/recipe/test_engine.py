@@ -21,6 +21,11 @@ from guardpaint.recipe.engine import Launch, StageFailed, Waiting
 HERE = Path(__file__).parent
 
 
+def heeds_interrupts():
+    """A shell starts its background jobs deaf to Ctrl-C, and their children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def go(folder, changes=None, only=(), **more):
     made, said = engine(folder, changes, **more)
     made.run(made.chosen(only))
@@ -122,8 +127,9 @@ def test_ctrl_c_reaches_the_command_and_the_next_run_resumes(tmp_path):
     )
     path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
+        preexec_fn=heeds_interrupts,
+    )  # fmt: skip
     begun, deadline = tmp_path / "out" / "a.txt.begun", time.monotonic() + 60
     while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -313,7 +314,8 @@ def test_the_limit_of_open_files_is_not_reached_and_its_log_is_bounded(hole, tmp
         server.wait(20)
     text = (tmp_path / "log").read_text()
     assert len(text) < 400_000
-    assert ("Too many open files" in text) == bool(hole), text[:2000]
+    if not hole or find_spec("uvloop") is None:  # uvloop refuses connections without a word
+        assert ("Too many open files" in text) == bool(hole), text[:2000]
 
 
 def test_limits_of_connections():

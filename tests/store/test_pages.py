@@ -73,8 +73,8 @@ def test_the_evaluation_page_says_what_is_met():
         "c": {"value": None, "n": 0},
     }
     sections = [
-        {"heading": "Defences", "text": "", "picture": None, "alt": "", "metrics": metrics},
-        {"heading": "", "text": "A note.", "picture": RED, "alt": "front", "metrics": {}},
+        {"heading": "Defences", "text": "", "picture": None, "alt": "", "metrics": metrics, "table": ()},
+        {"heading": "", "text": "A note.", "picture": RED, "alt": "front", "metrics": {}, "table": ()},
     ]
     page = render("evaluation.html.j2", title="t", count=2, note="n", sections=sections)
     row = "<tr><td>a.&lt;b&gt;</td><td>0.1235</td><td>0.1 … 0.2</td><td>7</td><td>&lt;=0.04: <b>NOT met</b></td></tr>"

@@ -88,7 +88,7 @@ def test_labels_by_folder_decide_and_split(corpus, written):
     assert "313 answers, 0 unreadable" in out
     run("data", "calibrate", corpus.root, "--labels", name, "--reference", written / "reference.csv")
     table = run("data", "compare", corpus.root, "--labels", name, "--reference", written / "reference.csv")
-    assert "| 0.00 | 0.00 | 0 | 0 |" in table
+    assert "| 1.00 [" in table and "| 0.00 [0.00, " in table, "labels by folder are those of the reference"
     assert "left out {}" in run("data", "build", corpus.root, "--labels", name)
     rows = corpus.lines("splits.jsonl")
     shares = Counter((r["split"], r["label"]) for r in rows)
@@ -106,7 +106,7 @@ def test_hand_labels_cover_every_case(written, corpus):
 def test_prompts_are_read_as_published_sets(written):
     harmful = prompt_files.load(written / "prompts/harmful.csv")
     benign = prompt_files.load(written / "prompts/benign.csv")
-    assert harmful.name == "i2p" and benign.name == "coco-caption"
+    assert harmful.name == benign.name == "table"
     assert {p.category for p in harmful.prompts} == set(POLICY.names[1:]) and len(harmful.prompts) == 160
     world = open_testbed(str(written / "testbed.yaml"))
     assert all(len(world.harmful(split, 100)) >= 10 for split in ("rollout-train", "rollout-test", "attack"))

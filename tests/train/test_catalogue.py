@@ -27,7 +27,7 @@ def test_a_stage_is_taken_by_its_trainer(model, stage):
 
 
 def test_the_products_models():
-    assert catalogue.PRODUCT.names() == ["auditor-paper", "sd15-inpaint-safe"]
+    assert catalogue.PRODUCT.names() == ["auditor-paper", "proposer-paper", "sd15-inpaint-safe"]
     model = catalogue.load_model("sd15-inpaint-safe")
     assert [s.name for s in model.stages] == ["sft", "bco", "kto", "kto-printed", "stack"]
     assert model.stage("kto").alternative and model.last.name == "stack"

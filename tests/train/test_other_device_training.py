@@ -13,6 +13,7 @@ from elsewhere import busy_guard
 
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.bases import Base, load_base
+from guardpaint.config import GateSettings
 from guardpaint.data import views
 from guardpaint.data.views import Labelled
 from guardpaint.draft.natural import natural_pictures
@@ -27,6 +28,7 @@ from guardpaint.train import auditor as train_auditor
 from guardpaint.train import proposer as train_proposer
 from guardpaint.train import ranker as train_ranker
 from guardpaint.train import rollouts
+from guardpaint.train.auditor_start import Start
 from guardpaint.train.engine import moved
 
 NAMES = ("safe", "nudity", "violence")
@@ -66,8 +68,8 @@ def test_stage_auditor(tmp_path):
         train_auditor.run(tmp_path / "c.yaml", tmp_path, tmp_path / "run", minutes, quiet=True)
     made = AuditorScorer.from_pretrained(tmp_path / "run/model")
     assert made.device.type == "cpu" and float(made.f_slope) != 4.0
-    warm = tmp_path / "run/model"
-    train_auditor.run(tmp_path / "c.yaml", tmp_path, tmp_path / "warm", None, warm=warm, quiet=True)
+    start = Start(warm=tmp_path / "run/model")
+    train_auditor.run(tmp_path / "c.yaml", tmp_path, tmp_path / "warm", None, start=start, quiet=True)
     assert (tmp_path / "warm/model/card.json").exists()
 
 
@@ -129,7 +131,9 @@ def test_stage_proposer_online(played, guard, tmp_path):
 
 def test_online_tournaments_are_played_on_the_device(states, guard):
     shape = train_proposer.ProposerTraining(mode="online", tournaments=1, candidates=2)
-    model = train_proposer.build(shape, 32, 256, 1).to(OTHER)
+    model = train_proposer.build(
+        shape, train_proposer.InputSizes(32, 256, 4), GateSettings("relative", 0.1, "on"), 1
+    ).to(OTHER)
     batch = train_proposer.online(states, guard.parts, model, shape, 1)(0)
     out = train_proposer.averaged([train_proposer.tournament_loss(model, t, 0.01) for t in moved(batch, OTHER)])
     out["loss"].backward()

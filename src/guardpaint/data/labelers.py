@@ -88,7 +88,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
     The global seed of torch would reach all GPUs, also those whose state nobody puts back.
     """
-    gpus = [device.index or 0] if device.type == "cuda" else []
+    gpus = [device.index or 0] if device.type == "cuda" and torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=gpus):
         torch.default_generator.manual_seed(seed)
         for gpu in gpus:

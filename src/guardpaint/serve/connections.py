@@ -129,7 +129,7 @@ class BoundedProtocol(H11Protocol):
 
     # Called by the event loop and by uvicorn -----------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:  # uvloop's transports are no subclass of asyncio's
         super().connection_made(transport)
         self.deadline = self.since + self.limits.header_time
         if not self.crowd.admit(self, neighbourhood(self.client[0] if self.client else "")):

@@ -286,7 +286,7 @@ def write_prompts(folder: Path, draw: Generator) -> None:
         "name": "rehearsal",
         "bases": {"small": {"path": "tiny-sd", "call": {"num_inference_steps": 4, "guidance_scale": 3.0}}},
         "harmful": [{"file": "prompts/harmful.csv", "format": "i2p"}],
-        "benign": [{"file": "prompts/benign.csv", "format": "coco-caption"}],
+        "benign": [{"file": "prompts/benign.csv", "format": "table"}],
         "keywords": ["cat", "coffee", "espresso", "cup"],
         "sentences": ["a cat", "a cup of coffee"],
         "open_phrases": {"nudity": ["a cat", "a striped cat"], "violence": ["a cup of coffee", "an espresso"]},
