@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks_page import benchmarks, recipe
 from formatting import ROOT, cell, grid, metric_table, metrics_of, number, path_of, results_of, table
 from redteam_page import red_team
 
@@ -272,18 +273,6 @@ def seam() -> list[str]:
     return grid(metrics_of("seam"), rows, columns)
 
 
-def recipe() -> list[str]:
-    """What was measured of the paper's parts while the recipe was rehearsed; only what the file has."""
-    metrics = metrics_of("recipe")
-    names = {
-        "seam.spearman_trained": "rank correlation of the trained auditor's seam metric with LPIPS-VGG, photographs",
-        "nulltext.per_step_over_single": "null-text: error inside the mask, an embedding per step over a single one",
-        "nulltext.psnr_outside_gain": "the same: dB gained outside the mask",
-        "nulltext.seconds_ratio": "the same: time of the steps from the repair on",
-    }
-    return metric_table(metrics, {key: meaning for key, meaning in names.items() if key in metrics})
-
-
 def gtp() -> list[str]:
     """Where the paper's table of the tournament policy is, and what its bases say of the proposer at N = 5."""
     metrics = metrics_of("gtp")
@@ -319,18 +308,6 @@ def day_one() -> list[str]:
         if key.startswith("presets.")
     ]
     return [*lines, "", *table(["preset", "a guarded call ran here", "with"], rows)]
-
-
-BENCHMARKS = {
-    "layouts.right": "layouts of published prompt files that are read right",
-    "layouts.total": "layouts tried",
-}
-"""What metrics of bench/benchmarks.py mean; others are shown by their names."""
-
-
-def benchmarks() -> list[str]:
-    metrics = metrics_of("benchmarks")
-    return metric_table(metrics, {key: BENCHMARKS.get(key, key) for key in metrics})
 
 
 def cost() -> list[str]:

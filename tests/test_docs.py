@@ -151,7 +151,7 @@ def test_the_documentation_stays_short():
     words = {path.name: len(path.read_text().split()) for path in DOCS}
     assert sum(words.values()) <= 38_000, words
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
-    for name, most in (("results.md", 360), ("models.md", 350)):
+    for name, most in (("results.md", 400), ("models.md", 350)):
         assert len((ROOT / "docs" / name).read_text().splitlines()) <= most
 
 
