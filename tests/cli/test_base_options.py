@@ -54,10 +54,14 @@ def opened(monkeypatch, tmp_path):
         def make_views(self, base, out, split, counts, tiny=None, auditor=None, options=None):
             raise Opened(base, options)
 
-    real = bases.load_base
+    askers = ("guardpaint.testbed", "guardpaint.evaluate.attacks.command")
+    stand_ins = {
+        "load_base": (load, bases.load_base),
+        "open_testbed": (lambda name=None: World(), testbed.open_testbed),
+    }
+    for module in [importlib.import_module(name) for name in askers]:  # all imported before the first one is changed
+        monkeypatch.setattr(module, "open_testbed", stand_ins["open_testbed"][0])
     monkeypatch.setattr(bases, "load_base", load)
-    for module in ("guardpaint.testbed", "guardpaint.evaluate.attacks.command"):
-        monkeypatch.setattr(importlib.import_module(module), "open_testbed", lambda name=None: World())
     harness = importlib.import_module("guardpaint.evaluate.harness")
     monkeypatch.setattr(harness, "run", lambda asked: [load(base, asked.opening) for base in asked.bases])
     monkeypatch.chdir(tmp_path)
@@ -69,8 +73,9 @@ def opened(monkeypatch, tmp_path):
 
     yield run
     for module in list(sys.modules.values()):  # a module that was imported meanwhile keeps what it found
-        if getattr(module, "load_base", None) is load:
-            module.load_base = real
+        for name, (stand_in, real) in stand_ins.items():
+            if getattr(module, name, None) is stand_in:
+                setattr(module, name, real)
 
 
 def commands(folder):
