@@ -35,7 +35,13 @@ REQUIRED = {
         "attempts as_expected leaks.size128 leaks.size192 leaks.size_native soak.requests soak.lost_records "
         "soak.memory_slope_mb_per_1000 fuzz.inputs fuzz.errors_5xx"
     ),
-    "benchmarks": "layouts.right layouts.total",
+    "benchmarks": "layouts.right layouts.total protocol.stages_ok ppi.coverage seedpairs.auditor.auc_within "
+    "judges.open_nsfw.loads attacks.mma.over_random",
+    "recipe": (
+        "rehearsal.stages_run rehearsal.minutes rehearsal.broken_chain_detected device_truth.stages "
+        "device_truth.planted_found auditor_fullsize.seconds_per_step auditor_fullsize.peak_gb "
+        "nulltext.per_step_over_single seam.spearman_trained"
+    ),
     "dayone": (
         "false_alarm.photos false_alarm.photos_calibrated audit_vs_stock_checker half_precision_families_ok "
         "parts_roundtrip_ok presets.dolls.verified presets.nudity-lite.verified presets.zero-shot.verified"
