@@ -33,4 +33,4 @@ def measure() -> Measured:
     best = {moment.name_of(s): s for s in moment.STARTS}[moment_results.best_start(found)]
     found["moment.pilot.suggests"] = metric(best, len(rows), note=moment_results.suggestion(found))
     moment_results.figure(rows).savefig(FIGURE, dpi=110)
-    return Measured(found, rows)
+    return Measured(found, [{("arm" if key == "part" else key): value for key, value in row.items()} for row in rows])

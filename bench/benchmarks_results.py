@@ -32,6 +32,8 @@ def write(part: str, measured: Measured, out: Path = OUT) -> Mapping[str, Any]:
     stored = json.loads(out.read_text(encoding="utf-8"))["metrics"] if out.exists() else {}
     kept = {name: m for name, m in stored.items() if not name.startswith(f"{part}.")}
     rows = [r for r in read_rows(out) if r["part"] != part]
+    if any("part" in r for r in measured.rows):
+        raise ValueError(f"rows of {part} may not have a column called part")
     rows += [{"part": part, "git": REVISION, **r} for r in measured.rows]
     rows.sort(key=lambda r: r["part"])
     write_results(out, dict(sorted({**kept, **measured.metrics}.items())), rows, seed=0)
