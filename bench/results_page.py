@@ -366,8 +366,11 @@ def source(component: str) -> str:
     data = results_of(component)
     pictures = sorted((ROOT / "docs/results").glob(f"{component}-*.png"))
     figures = ", ".join(f"[{p.stem.removeprefix(f'{component}-')}](results/{p.name})" for p in pictures)
+    revision = str(data["git"])
+    if revision.endswith("-dirty"):
+        revision += " (the checkout had uncommitted changes; to be measured again)"
     return (
-        f"[{component}.json](results/{component}.json), [rows](results/{data['raw']}), revision {data['git']}: "
+        f"[{component}.json](results/{component}.json), [rows](results/{data['raw']}), revision {revision}: "
         f"`{data['command']}`" + (f". Figures: {figures}" if figures else "")
     )
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Endpoint:
-    """Answers in turn: a number is a status, anything else a JSON body; the last answer repeats."""
+    """Answers in turn from a script, whose last line repeats.
+
+    A number is a status, a string a chat completion, "hang" no answer, None a body that is no JSON, and anything else
+    a JSON body.
+    """
 
     def __init__(self, *script):
         self.script, self.asked = list(script), []
@@ -19,7 +24,11 @@ class Endpoint:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
                 turn = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
-                data = b"<html>" if isinstance(turn, int) else json.dumps(turn).encode()
+                if turn == "hang":
+                    time.sleep(1.5)
+                    return
+                reply = {"choices": [{"message": {"content": turn}}]} if isinstance(turn, str) else turn
+                data = b"<html>" if turn is None or isinstance(turn, int) else json.dumps(reply).encode()
                 self.send_response(turn if isinstance(turn, int) else 200)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()

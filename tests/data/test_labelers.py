@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 import torch
 import vlms
+from endpoints import Endpoint
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -123,50 +119,13 @@ def test_a_detector_scores_by_its_best_box():
         DetectorLabeler(*vlms.grounding_dino(), POLICY, {"nudity": ["x"]})
 
 
-class Server:
-    """Answers in turn from a script: a number is a status, a string a completion, other things are odd bodies."""
-
-    def __init__(self, script):
-        self.script, self.asked = list(script), []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.asked.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
-                turn = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
-                if turn == "hang":
-                    time.sleep(1.5)
-                    return
-                status = turn if isinstance(turn, int) else 200
-                reply = {"choices": [{"message": {"content": turn}}]} if isinstance(turn, str) else turn
-                data = b"<html>" if turn is None else json.dumps(reply).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-
-
 def endpoint(server, **more):
     settings = {"timeout": 0.5, "retries": 2, "wait": 0.01, "parallel": 1, **more}
     return EndpointLabeler(server.url, "some-model", Asking(POLICY), key="k", **settings)
 
 
 def test_an_endpoint_gets_picture_policy_and_key():
-    with Server([GOOD]) as server:
+    with Endpoint(GOOD) as server:
         answer = endpoint(server).label(PICTURES[:1])[0]
     assert answer.scores == {"safe": 0.7, "nudity": 0.2, "violence": 0.1}
     asked = server.asked[0]
@@ -177,7 +136,7 @@ def test_an_endpoint_gets_picture_policy_and_key():
 
 @pytest.mark.parametrize("trouble", [500, 503, 429, None, {"choices": []}, {"choices": [{"message": {}}]}, "hang"])
 def test_trouble_is_tried_again(trouble):
-    with Server([trouble, GOOD]) as server:
+    with Endpoint(trouble, GOOD) as server:
         assert endpoint(server).label(PICTURES[:1])[0].scores is not None
     assert len(server.asked) == 2
 
@@ -187,7 +146,7 @@ def test_trouble_is_tried_again(trouble):
     [(500, "HTTP 500", 3), (401, "HTTP 401", 1), (None, "not a chat completion", 3), ("garbage", "no JSON object", 1)],
 )
 def test_lasting_trouble_is_unreadable(trouble, problem, tries):
-    with Server([trouble]) as server:
+    with Endpoint(trouble) as server:
         answer = endpoint(server).label(PICTURES[:1])[0]
     assert answer.scores is None and problem in answer.problem and len(server.asked) == tries
 
@@ -198,13 +157,13 @@ def test_no_server_is_unreadable():
 
 
 def test_order_is_kept_side_by_side():
-    with Server([GOOD, GOOD, "nonsense", GOOD]) as server:
+    with Endpoint(GOOD, GOOD, "nonsense", GOOD) as server:
         answers = endpoint(server, parallel=1).label([PICTURES[0]] * 4)
     assert [a.scores is None for a in answers] == [False, False, True, False]
 
 
 def test_captions_over_an_endpoint():
-    with Server(["a red square", "I cannot help with that"]) as server:
+    with Endpoint("a red square", "I cannot help with that") as server:
         assert endpoint(server).caption(PICTURES) == ["a red square", None]
 
 

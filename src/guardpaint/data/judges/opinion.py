@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -64,13 +65,14 @@ class Explains(Protocol):
         ...
 
 
-class Explained:
-    """Mixin: a judge that judges no attributes, made from its opinion."""
+class Explained(ABC):
+    """Base of judges that judge no attributes: the verdict is that of their opinion."""
 
     attributes: bool = False
 
+    @abstractmethod
     def opinion(self, image: Image.Image) -> Opinion:
-        raise NotImplementedError
+        """What it says of a picture; raises JudgeFailed if its answer cannot be read."""
 
     def verdict(self, image: Image.Image, asked: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
         return self.opinion(image).said, {}
