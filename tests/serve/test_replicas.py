@@ -115,13 +115,13 @@ def test_a_replica_that_hangs_is_not_healthy():
 )
 def test_what_a_replica_says_of_an_upload_is_not_called_a_missing_answer(replica, cause, raised):
     """A bad picture would be answered with 503, and a broken auditor would be in no log."""
-    from ray.exceptions import RayTaskError
+    exceptions = pytest.importorskip("ray.exceptions", reason="needs the extra `ray`")
 
     class Handle:
         class audit:
             @staticmethod
             async def remote(*args):
-                raise RayTaskError("audit", "its traceback", cause).as_instanceof_cause()
+                raise exceptions.RayTaskError("audit", "its traceback", cause).as_instanceof_cause()
 
     ingress = Cluster(Handle(), deployment(replica.worker.policy), Settings())
     with pytest.raises(raised, match=str(cause)) as found:
