@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -174,6 +175,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "last_f_gate": ("same", "absolute", "relative", "off"),
     "final_repair": ("on", "off"),
     "p_gate": ("on", "off"),
+    "regions_together": ("on", "off"),
     "selection": ("best", "first"),
     "blend_alpha": ("one_minus_noise", "progress_ramp"),
     "reinsertion": (
@@ -204,6 +206,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "doubt": (0.0, 1.0),
     "f_drop": (0.0, 1.0),
     "strong_candidates": (1, 64),
+    "wave_safety": (0.0, 1.0),
+    "wave_margin": (0.0, 1.0),
     "repair_batch": (1, 64),
     "timeout_s": (0.0, 86400.0),
 }
@@ -278,6 +282,15 @@ class GuardConfig:
     """α of the blending rules: 1 − noise, or the paper's 0.30 + 0.60·progress."""
     keep: int = 0
     """How many candidates are painted after the ranker has seen previews of all; 0 paints all, without previews."""
+    waves: str = "off"
+    """off: paint all candidates at once. 1, 2, 1+2, …: paint so many first, the rest only if none is good enough."""
+    wave_safety: float = 0.9
+    """S from which on a candidate is good enough to end a tournament between waves (`guardpaint calibrate-waves`)."""
+    wave_margin: float = 0.0
+    """By how much it must be above the P and F gates, too."""
+    regions_together: str = "off"
+    """on: regions that are apart are painted in one pass, and what is painted is tried on all of them at once before
+    their union is. off: one region after the other."""
     doubt: float = 0.15
     """A repaired picture whose 1 − S is at this or above gets one more tournament before release; 1 turns this off."""
     strong_candidates: int = 8
@@ -310,6 +323,8 @@ class GuardConfig:
             value = getattr(self, name)
             if not is_number(value) or not low <= value <= high:
                 raise BadConfig(f"{name}={shown(value)}: must be a number in [{low}, {high}]")
+        if not isinstance(self.waves, str) or not re.fullmatch(r"off|[1-9]\d?(\+[1-9]\d?)*", self.waves):
+            raise BadConfig(f"waves={shown(self.waves)}: off, or sizes of the first waves such as 1 or 1+2")
         start = self.glance_from
         if start is not None and (not is_number(start) or not 0 <= start <= 1):
             raise BadConfig(f"glance_from={shown(start)}: must be None or a number in [0, 1]")
@@ -340,6 +355,8 @@ class GuardConfig:
             raise BadConfig(f"calibration={shown(calibration)}: is a mapping")
         if isinstance(calibration, dict):
             values = {**values, "calibration": Calibration.from_dict(calibration)}
+        if isinstance(values.get("waves"), bool | int):  # YAML reads `waves: off` and `waves: 1` so
+            values = {**values, "waves": str(values["waves"] or "off")}
         scope = values.get("scope")
         if scope is not None and not isinstance(scope, Scope | dict):
             raise BadConfig(f"scope={shown(scope)}: is a mapping")

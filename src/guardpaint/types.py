@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -215,6 +215,8 @@ class RepairRequest:
     """Largest number of candidates to denoise in one batch."""
     begun: Float[Tensor, "n c u v"] | None = None
     """The candidates' latents after their first step, if `preview` has made it."""
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What a repairer has encoded before for requests that share this memo: texts, views, masked views."""
 
 
 @runtime_checkable
@@ -259,6 +261,13 @@ class Repairer(Protocol):
     def name(self) -> str: ...
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]: ...
+
+
+@runtime_checkable
+class PaintsTogether(Protocol):
+    """A repairer that paints the candidates of several requests in shared passes."""
+
+    def together(self, requests: Sequence[RepairRequest]) -> list[Float[Tensor, "n 3 h w"]]: ...
 
 
 @runtime_checkable

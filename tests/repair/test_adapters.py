@@ -74,7 +74,7 @@ def test_the_inpainter_repairs_in_few_steps(saved, scheduler):
     fast.pipe.unet.register_forward_hook(lambda m, args, out: rows.append(len(out[0])))
     painted = fast.candidates(request(DEEP))
     assert rows == [1] * 3 and torch.isfinite(painted).all()
-    mixed = [replace(DEEP, depth=d, seed_offset=100 * d) for d in (1, 5, 9, 10)]
+    mixed = [replace(DEEP, depth=d, seed_offset=100 * d) for d in (1, 4, 9, 10)]
     together, alone = fast.candidates(request(*mixed)), torch.cat([fast.candidates(request(k)) for k in mixed])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
     shown, begun = fast.preview(request(*mixed))

@@ -9,9 +9,10 @@ import torch
 
 from guardpaint.config import GateSettings
 from guardpaint.errors import BadCheckpoint, BadConfig
-from guardpaint.repair.denoise import DEPTHS, denoise, in_batches
-from guardpaint.repair.inpainter import Inpainter
+from guardpaint.repair.denoise import denoise, in_batches
+from guardpaint.repair.inpainter import Inpainter, in_pieces
 from guardpaint.repair.knobs import FixedProposer, StrongProposer, UniformProposer, denormalise
+from guardpaint.repair.ladder import DEPTHS, own_ladder
 from guardpaint.repair.proposer import ProposerConfig, StateEncoder, TournamentProposer, fold_channels
 from guardpaint.testing import small
 from guardpaint.types import Knobs, Level, Proposer, ProposerState, RepairRequest
@@ -128,9 +129,70 @@ def test_depth_counts_denoiser_calls():
         seen.append((round(level.noise, 1), active.tolist()))
         return z, z
 
-    ladder = [Level(1 - d / DEPTHS, d / DEPTHS, d / DEPTHS) for d in range(DEPTHS + 1)]
-    denoise(torch.zeros(2, 1, 2, 2), [3, 1], ladder, estimate)
+    ladders = [own_ladder(d, DEPTHS, lambda noise: Level(1 - noise, noise, noise)) for d in (3, 1)]
+    denoise(torch.zeros(2, 1, 2, 2), ladders, estimate)
     assert seen == [(0.3, [0]), (0.2, [0]), (0.1, [0, 1])]
+
+
+def test_few_steps_of_two_depths_run_in_one_call_each_at_its_own_level():
+    """Depth 10 in two steps is at 1.0 and 0.5, depth 6 at 0.6 and 0.3: one call has both."""
+    seen = []
+
+    def estimate(z, level, active):
+        seen.append([round(a.noise, 2) for a in level])
+        return z, torch.ones_like(z)
+
+    ladders = [[Level(1 - n, n, n) for n in noises] for noises in ((1.0, 0.5, 0.0), (0.6, 0.3, 0.0))]
+    z = torch.tensor([2.0, 4.0]).view(2, 1, 1, 1)
+    clean, _ = denoise(z, ladders, estimate)
+    assert seen == [[1.0, 0.6], [0.5, 0.3]]
+    # x0 = z and ε = 1: 2 → 0.5·2 + 0.5 = 1.5 → 1.5; 4 → 0.7·4 + 0.3 = 3.1 → 3.1
+    assert clean.flatten().tolist() == pytest.approx([1.5, 3.1])
+
+
+def test_requests_for_other_pictures_and_words_share_a_pass():
+    """Three requests with prompts, views and masks of their own give what each gives alone, in fewer calls."""
+    inpainter = small.inpainter()
+    calls: list[int] = []
+    inpainter.pipe.unet.register_forward_hook(lambda *a: calls.append(len(a[1][0]) // 2))
+    first, other, third = request(MIXED[:2]), request(MIXED[2:]), request(MIXED[:1])
+    other = replace(other, view=other.view.flip(-1), prompt="a horse", seed=8)
+    third = replace(third, masks=third.masks.flip(-1), prompt="a boat on a lake")
+    alone = [inpainter.candidates(r) for r in (first, other, third)]
+    calls.clear()
+    together = inpainter.together([first, other, third])
+    assert len(calls) == 10 and sum(calls) == sum(k.depth for k in (*MIXED, MIXED[0]))
+    for one, same in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, same, atol=1e-4, rtol=0)
+    assert not torch.allclose(together[0][0], together[2][0], atol=1e-2)
+
+
+def test_what_was_encoded_once_is_encoded_no_more(monkeypatch):
+    """Waves of one tournament share text, view and masked views; another view or mask is encoded anew."""
+    inpainter = small.inpainter()
+    encoded: list[int] = []
+    original = inpainter.pipe.vae.encode
+    monkeypatch.setattr(inpainter.pipe.vae, "encode", lambda x, **k: encoded.append(len(x)) or original(x, **k))
+    texts: list[int] = []
+    inpainter.pipe.text_encoder.register_forward_hook(lambda *a: texts.append(1))
+    memo: dict = {}
+    wave = replace(request(MIXED[:1]), memo=memo)
+    once = inpainter.candidates(wave)
+    assert sum(encoded) == 2 and texts
+    encoded.clear(), texts.clear()
+    again = inpainter.candidates(replace(wave, knobs=wave.knobs, seed=wave.seed))
+    assert not encoded and not texts and torch.equal(once, again)
+    inpainter.candidates(replace(wave, view=wave.view.flip(-1)))
+    assert sum(encoded) == 2 and not texts
+
+
+def test_large_pictures_are_encoded_one_at_a_time():
+    seen = []
+    out = in_pieces(lambda some: seen.append(len(some)) or some + 1, torch.zeros(3, 3, 512, 512))
+    assert seen == [1, 1, 1] and out.shape[0] == 3 and bool((out == 1).all())
+    seen.clear()
+    in_pieces(lambda some: seen.append(len(some)) or some, torch.zeros(5, 3, 64, 64))
+    assert seen == [5]
 
 
 @pytest.mark.parametrize("batch", [8, 2])

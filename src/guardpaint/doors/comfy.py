@@ -32,6 +32,7 @@ from guardpaint.loop.verdict import Decision, conclude, failed
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.store.images import from_pil
 from guardpaint.types import Draft, Level
+from guardpaint.verify.passes import Passes
 
 Codec = Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b d u v"]]
 
@@ -129,12 +130,16 @@ class Session:
             context = self.context(image, draft, StepView(picture, before.noise), image.edited)
             first = context.look(context.view.at(self.guard.parts.first_size(draft.progress))[None])[0]
             context.writer.picture("view", 0, picture, first.adv_map)
-            won = run_step(context, context.in_tiles(first, context.view)).repair
+            won = self.passes.alone(run_step(context, context.in_tiles(first, context.view))).repair
             if won is not None:
                 self.hold(i, won.view, won.mask, x)
                 image.edited = True
                 how = {"rule": "held_substitution", "asked": "held_substitution", "note": "post-CFG"}
                 context.writer.reinserted(how)
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.guard.parts.repairer, self.guard.parts.audit)
 
     def hold(self, i: int, view: Float[Tensor, "3 h w"], mask: Float[Tensor, "h w"], x: Tensor) -> None:
         """Keep x̂0 at an accepted repair from this step on."""
@@ -148,7 +153,9 @@ class Session:
 
     def context(self, image: ImageState, draft: Draft | None, view: PixelView, edited: bool) -> StepContext:
         writer = image.recorder.open(draft, view.kind, view.noise)
-        return StepContext(self.guard.parts, draft, view, image.prompt, image.seed, image.index, edited, writer)
+        return StepContext(
+            self.guard.parts, draft, view, image.prompt, image.seed, image.index, edited, writer, image.memo
+        )
 
     @torch.no_grad()
     def release(self, images: Float[Tensor, "b h w 3"]) -> tuple[Float[Tensor, "b h w 3"], list[GuardReport]]:
@@ -184,7 +191,7 @@ class Session:
         try:
             context = self.context(image, draft, PixelView(picture), edited=True)
             plan = None if draft is None else RepairPlan.usual(self.guard.parts, label="final ")
-            decision = conclude(context, picture, image.edited, plan)
+            decision = self.passes.alone(conclude(context, picture, image.edited, plan))
             image.recorder.finish(decision.verdict, decision.audits, decision.ladder, decision.approvals)
             if decision.repair is not None and decision.status.released:
                 context.writer.composed()

@@ -32,6 +32,7 @@ from guardpaint.reinsert.apply import Reinserted
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.types import Audit, Draft, Edit, JsonDict
 from guardpaint.verify.parts import Parts
+from guardpaint.verify.passes import Passes, Work
 
 FAILED_OVERLAP = 0.2
 """A hold has failed when a new trigger covers more than this share of it."""
@@ -84,6 +85,8 @@ class ImageState:
     errors: list[str] = field(default_factory=list)
     caller: JsonDict | None = None
     """Who asked for it, as a service knows it."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """What the repairer has encoded for it."""
 
 
 @dataclass(frozen=True)
@@ -238,30 +241,42 @@ class GuardedCall:
         prompts = [self.state.images[i].prompt for i in alive]
         firsts = self.setup.parts.auditor.audit(pictures, prompts, views[alive[0]].noise)
         share = (time.perf_counter() - start) / len(alive)
+        works = {
+            i: self.guard_image(i, (drafts[i], views[i]), (first, picture, share), only is not None)
+            for i, first, picture in zip(alive, firsts, pictures, strict=True)
+        }
         new = stepped
-        for i, first, picture in zip(alive, firsts, pictures, strict=True):
-            try:
-                check_pictures(picture)
-                context = self.context(i, drafts[i], views[i])
-                context.writer.picture("view", 0, picture, first.adv_map)
-                context.writer.first_pass(share)
-                if only is not None:
-                    context.writer.glanced()
-                changed = self.guard_image(i, context, first)
-                if changed is not None:
-                    new = new.clone() if new is stepped else new
-                    new[i] = changed.to(new.dtype)
-            except Exception as error:
-                self.fail(error, [i])
+        for i, changed in self.passes.together(works).items():
+            if isinstance(changed, Exception):
+                self.fail(changed, [i])
+            elif changed is not None:
+                new = new.clone() if new is stepped else new
+                new[i] = changed.to(new.dtype)
         return new
 
-    def guard_image(self, i: int, context: StepContext, first: Audit) -> Tensor | None:
-        """Run one image's step; returns its new latent if a repair was accepted, else None."""
-        parts = self.setup.parts
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.setup.parts.repairer, self.setup.parts.audit)
+
+    def guard_image(
+        self, i: int, step: tuple[Draft, LatentView], looked: tuple[Audit, Tensor, float], glanced: bool
+    ) -> Work[Tensor | None]:
+        """Run one image's step; returns its new latent if a repair was accepted, else None.
+
+        `step` has the draft and the view of the image, `looked` its share of the first audit: the audit, the picture
+        that was looked at, and the seconds.
+        """
+        parts, (first, picture, share) = self.setup.parts, looked
+        check_pictures(picture)
+        context = self.context(i, *step)
+        context.writer.picture("view", 0, picture, first.adv_map)
+        context.writer.first_pass(share)
+        if glanced:
+            context.writer.glanced()
         first = parts.checked(first, context.prompt)
         with context.writer.clock("audit"):
             first = context.in_tiles(first, context.view)
-        result = run_step(context, first)
+        result = yield from run_step(context, first)
         assert context.draft is not None
         if result.finding is not None and result.suspect is not None and parts.config.mode == "enforce":
             self.release_failed_hold(i, result.suspect, context)
@@ -327,7 +342,9 @@ class GuardedCall:
         """The context of one image's step; begins the step's record."""
         image = self.state.images[i]
         writer = image.recorder.open(draft, view.kind, view.noise)
-        return StepContext(self.setup.parts, draft, view, image.prompt, image.seed, image.index, image.edited, writer)
+        return StepContext(
+            self.setup.parts, draft, view, image.prompt, image.seed, image.index, image.edited, writer, image.memo
+        )
 
     def finite(self, draft: Draft, i: int) -> bool:
         """Whether an image's latents are finite; if not, the image fails."""

@@ -84,6 +84,11 @@ class StepWriter:
             self.recorder.spent += seconds
         self.recorder.check_time()
 
+    def took(self, stage: str, seconds: float) -> None:
+        """Add this image's share of a pass to a stage; raises GuardTimeout if the image is over its limit."""
+        self.record.timings[stage] = self.record.timings.get(stage, 0.0) + seconds
+        self.recorder.spend(seconds)
+
     def first_pass(self, seconds: float) -> None:
         """Record this image's share of the first audit, which runs over the whole batch."""
         self.record.timings["first_pass"] = seconds

@@ -27,6 +27,7 @@ from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.store.images import from_pil, to_pil
 from guardpaint.types import Draft, JsonDict
 from guardpaint.verify.parts import Parts
+from guardpaint.verify.passes import Work
 from guardpaint.verify.weak import weak_settings
 
 
@@ -42,7 +43,12 @@ def release(call: GuardedCall, images: Any, output_type: str) -> tuple[Any, list
         drafts = call.drafts(call.state.index - 1) if call.state.last is not None else drafts
     except Exception as error:
         call.fail(error, range(count))
-    decisions = [decide(call, images, i, output_type, drafts[i]) for i in range(count)]
+    works = {i: decide(call, images, i, output_type, drafts[i]) for i in range(count)}
+    outcomes = call.passes.together(works)
+    for outcome in outcomes.values():
+        if isinstance(outcome, Exception):  # only with `on_error="raise"`
+            raise outcome
+    decisions = [outcome for outcome in outcomes.values() if isinstance(outcome, Decision)]
     finished = reports(call, decisions)
     if call.setup.write_log is not None:
         try:
@@ -54,7 +60,7 @@ def release(call: GuardedCall, images: Any, output_type: str) -> tuple[Any, list
     return handed_out(images, decisions, output_type), finished
 
 
-def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None) -> Decision:
+def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draft | None) -> Work[Decision]:
     """The decision about one image, which is also written into its record. Any error fails closed."""
     setup, state = call.setup, call.state
     image, config = state.images[i], setup.parts.config
@@ -70,9 +76,9 @@ def decide(call: GuardedCall, images: Any, i: int, output_type: str, draft: Draf
         context = call.context(i, draft, PixelView(picture))
         repairs = due and setup.door == "attach" and config.final_repair == "on"
         plan = RepairPlan.usual(setup.parts) if repairs else None
-        decision = conclude(context, picture, image.edited, plan)
+        decision = yield from conclude(context, picture, image.edited, plan)
         if output_type == "latent":
-            decision = as_latent(call, images, i, context, decision)
+            decision = yield from as_latent(call, images, i, context, decision)
         image.recorder.finish(decision.verdict, decision.audits, decision.ladder, decision.approvals)
         if decision.repair is not None and decision.status.released:
             context.writer.composed()
@@ -112,7 +118,7 @@ def clean_latent(call: GuardedCall, z: Float[Tensor, "c h w"], draft: Draft | No
     return (z - draft.after.sigma * draft.eps) / draft.after.signal
 
 
-def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, decision: Decision) -> Decision:
+def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, decision: Decision) -> Work[Decision]:
     """The decision with its changed picture as a latent.
 
     The picture must still be benign after the VAE's round trip. If it is not, `decision.otherwise` is tried; without
@@ -126,7 +132,7 @@ def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, d
     changed = x0_substitution(spatial(call, images, i), edit_of(decision.repair, draft), draft.after, draft.eps)
     clean = clean_latent(call, changed, draft)
     shown = draft.base.decode(clean).cpu()
-    finding, record = look_twice(context, shown)
+    finding, record = yield from look_twice(context, shown)
     if finding is None and context.parts.approver is not None:
         _, finding, approval = context.approval(shown, edited=True)
         decision = replace(decision, approvals=(*decision.approvals, approval))
@@ -136,7 +142,7 @@ def as_latent(call: GuardedCall, images: Tensor, i: int, context: StepContext, d
     if decision.otherwise is not None:
         earlier = replace(decision.otherwise, approvals=decision.approvals)
         if earlier.repair is not None:
-            return as_latent(call, images, i, context, earlier)
+            return (yield from as_latent(call, images, i, context, earlier))
         earlier, finding = approved_as_it_is(context, earlier)
         if finding is None:
             return earlier

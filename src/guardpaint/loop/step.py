@@ -1,12 +1,15 @@
 """THE loop: one audited step of one image. Audit → repair → verify → reinsert.
 
-Every stage is a function of a frozen `StepContext` and returns a value; records are written by the context's writer.
+Every stage is a function of a frozen `StepContext` and returns a value; records are written by the context's writer. A
+stage that needs the repairer or the auditor is a generator (`verify.passes`), so that images of a batch share passes.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from guardpaint.audit.gradcam import grad_cam
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.audit.regions import latent_mask, mine, union
+from guardpaint.audit.regions import latent_mask, mine, soft_mask, union
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import PixelView, View, shrink
 from guardpaint.errors import NotFinite
@@ -23,9 +26,10 @@ from guardpaint.loop.report import ApprovalRecord, AuditRecord
 from guardpaint.policy import Finding
 from guardpaint.reinsert.apply import Reinserted, reinsert
 from guardpaint.store.seeds import derive
-from guardpaint.types import Approval, Audit, Draft, Edit, Proposer, Region
+from guardpaint.types import Approval, Audit, Draft, Edit, Knobs, Proposer, Region, RepairRequest
 from guardpaint.verify.parts import Parts
-from guardpaint.verify.tournament import Tournament
+from guardpaint.verify.passes import Look, Paint, Work
+from guardpaint.verify.tournament import Tournament, TournamentResult, wave_parts
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class StepContext:
     edited: bool
     """Whether the picture was changed before. If so, it must pass at both audit sizes."""
     writer: StepWriter
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the repairer has encoded before for this image."""
 
     @property
     def progress(self) -> float:
@@ -53,6 +59,20 @@ class StepContext:
         """Audits of views of this image."""
         self.writer.looked(len(images))
         return self.parts.audit(images, [self.prompt] * len(images), self.view.noise)
+
+    def seen(self, view: View, pixels: int, stage: str = "audit") -> Work[Audit]:
+        """`inspect` as a step: the whole picture is looked at together with those of other images."""
+        with self.writer.clock(stage):
+            picture = view.at(pixels)[None]
+        (whole,), seconds = yield Look(picture, self.prompt, self.view.noise)
+        self.took(stage, seconds, 1)
+        with self.writer.clock(stage):
+            return self.in_tiles(whole, view)
+
+    def took(self, stage: str, seconds: float, views: int) -> None:
+        """Record this image's share of a pass."""
+        self.writer.looked(views)
+        self.writer.took(stage, seconds)
 
     def inspect(self, view: View, pixels: int) -> Audit:
         """The audit of a whole picture at `pixels`, with tiles if it is larger than the auditor learned."""
@@ -136,15 +156,15 @@ class StepResult:
     """The accepted repair. None keeps the control, bit for bit."""
 
 
-def run_step(context: StepContext, first: Audit) -> StepResult:
+def run_step(context: StepContext, first: Audit) -> Work[StepResult]:
     """Run one audited step, given its first audit."""
-    confirmed = confirm(context, first)
+    confirmed = yield from confirm(context, first)
     if confirmed.finding is None or context.parts.config.mode == "monitor":
         return StepResult(confirmed.finding)
-    return repair(context, confirmed.audit, confirmed.finding, RepairPlan.usual(context.parts))
+    return (yield from repair(context, confirmed.audit, confirmed.finding, RepairPlan.usual(context.parts)))
 
 
-def confirm(context: StepContext, first: Audit) -> Confirmed:
+def confirm(context: StepContext, first: Audit) -> Work[Confirmed]:
     """Add a fine audit if the first one triggers, is in the uncertainty band, or the picture was edited before."""
     parts, view = context.parts, context.view
     audit = first
@@ -153,8 +173,7 @@ def confirm(context: StepContext, first: Audit) -> Confirmed:
     unsure = finding is not None or first.adv_prob >= parts.policy.trigger - parts.config.band
     both = view.exact and context.edited
     if ((parts.config.resolution == "adaptive" and unsure) or both) and first.pixels != parts.fine_size:
-        with context.writer.clock("audit"):
-            audit = context.inspect(view, parts.fine_size)
+        audit = yield from context.seen(view, parts.fine_size)
         finer, record = context.found(audit, view.path(audit.pixels))
         records.append(record)
         finding = finer or (finding if both else None)  # an edited picture must pass at both sizes
@@ -163,7 +182,7 @@ def confirm(context: StepContext, first: Audit) -> Confirmed:
     return Confirmed(audit, finding, tuple(records))
 
 
-def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPlan) -> StepResult:
+def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPlan) -> Work[StepResult]:
     """Mine regions and play a tournament on each, from the control that the one before has left.
 
     If every region fails, one more tournament is played on their union.
@@ -177,8 +196,7 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
     with writer.clock("view"):
         control = view.full()
     if not (view.exact and audit.pixels == context.parts.fine_size):
-        with writer.clock("audit"):
-            audit = context.inspect(PixelView(control), context.parts.fine_size)
+        audit = yield from context.seen(PixelView(control), context.parts.fine_size)
         confirmed, _ = context.found(audit, view.repair_decoder)
         if confirmed is None and draft.step + 1 < draft.steps and not view.exact:
             writer.unconfirmed()
@@ -190,16 +208,162 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
         return StepResult(finding)
     writer.control(control)
     explain(context, control, finding.category)
-    accepted: Repair | None = None
     start = Repair(control, torch.zeros(control.shape[-2:]), audit)
-    for k, region in enumerate(regions):
-        control_now = as_refused(accepted or start, plan.refused)
-        won = play(context, control_now, region, f"{plan.label}{k + 1}", finding.category, plan)
-        accepted = won.after(accepted) if won is not None else accepted
+    turn = Turn(context, finding.category, plan, start)
+    config = context.parts.config
+    if config.regions_together == "on" and len(regions) > 1 and not (plan.prune and config.keep):
+        accepted = yield from regions_together(turn, regions)
+    else:
+        accepted = yield from regions_in_turn(turn, regions)
     if accepted is None and len(regions) > 1:
-        whole = as_refused(start, plan.refused)
-        accepted = play(context, whole, union(regions), f"{plan.label}union", finding.category, plan)
+        won = yield from turn.play(turn.control(None), union(regions), "union")
+        accepted = won
     return StepResult(finding, union(regions).mask, accepted)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The tournaments of one flagged step."""
+
+    context: StepContext
+    category: str
+    plan: RepairPlan
+    start: Repair
+    """The picture before any repair of this step, as if it were one."""
+
+    def control(self, accepted: Repair | None) -> Repair:
+        """What candidates compete with: what the step has accepted so far, or the start."""
+        return as_refused(accepted or self.start, self.plan.refused)
+
+    def tournament(self, control: Repair, region: Region, name: str) -> Tournament:
+        """The tournament on a region; the observer sees it before it is played."""
+        context, name = self.context, f"{self.plan.label}{name}"
+        assert context.prompt is not None and context.draft is not None
+        tournament = Tournament(
+            parts=context.parts,
+            prompt=context.prompt,
+            draft=context.draft,
+            control=control.view,
+            audit=control.audit,
+            region=region,
+            name=name,
+            category=self.category,
+            seed=derive(context.seed, context.image, context.draft.step, name),
+            noise=context.view.noise,
+            look=context.look,
+            clock=context.writer.clock,
+            f_gate=self.plan.f_gate,
+            took=context.took,
+            memo=context.memo,
+        )
+        if context.parts.observer is not None:
+            context.parts.observer(tournament)
+        return tournament
+
+    def knobs(self, tournament: Tournament) -> tuple[Knobs, ...]:
+        return self.plan.proposer.propose(tournament.state, self.plan.candidates, tournament.seed)
+
+    def play(self, control: Repair, region: Region, name: str) -> Work[Repair | None]:
+        """Play one tournament on a region; returns the winner, or None if no candidate has u > 0."""
+        tournament = self.tournament(control, region, name)
+        knobs = self.knobs(tournament)
+        result = yield from tournament.rounds(knobs, self.plan.proposer.name, prune=self.plan.prune)
+        return self.won(result)
+
+    def won(self, result: TournamentResult) -> Repair | None:
+        """The winner of a tournament, which is recorded."""
+        self.context.writer.tournament(result)
+        if result.won is None:
+            return None
+        return Repair(result.composed[result.won], result.masks[result.won], result.audits[result.won])
+
+
+def regions_in_turn(turn: Turn, regions: Sequence[Region]) -> Work[Repair | None]:
+    """One tournament after the other, each from the control that the one before has left."""
+    accepted: Repair | None = None
+    for k, region in enumerate(regions):
+        won = yield from turn.play(turn.control(accepted), region, f"{k + 1}")
+        accepted = won.after(accepted) if won is not None else accepted
+    return accepted
+
+
+def regions_together(turn: Turn, regions: Sequence[Region]) -> Work[Repair | None]:
+    """Regions whose widest masks touch no common pixel are painted in one pass; the next control has their winners.
+
+    Each candidate is scored on what the regions before it have left. If none is accepted, perhaps because the others
+    are still unsafe, the candidates that are there are tried on all regions at once before anything else is painted.
+    """
+    accepted: Repair | None = None
+    for group in apart(regions):
+        accepted = yield from play_group(turn, accepted, group)
+    return accepted
+
+
+def play_group(turn: Turn, accepted: Repair | None, group: Sequence[tuple[int, Region]]) -> Work[Repair | None]:
+    """Play tournaments on regions that are apart, wave by wave."""
+    config, name = turn.context.parts.config, turn.plan.proposer.name
+    proposed: dict[int, tuple[Knobs, ...]] = {}
+    for part in wave_parts(config.waves, turn.plan.candidates):
+        control = turn.control(accepted)
+        matches = [turn.tournament(control, region, f"{k + 1}") for k, region in group]
+        for (k, _), match in zip(group, matches, strict=True):
+            proposed.setdefault(k, turn.knobs(match))
+        some = {k: knobs[part] for k, knobs in proposed.items()}
+        asked = [match.request(some[k]) for (k, _), match in zip(group, matches, strict=True)]
+        painted, seconds = yield Paint(tuple(asked))
+        turn.context.took("repair", seconds, 0)
+        results = []
+        for (k, _), match, request, pictures in zip(group, matches, asked, painted, strict=True):
+            control = turn.control(accepted)
+            here = replace(match, control=control.view, audit=control.audit)
+            result = yield from here.decided(some[k], here.composed(pictures, request), request.masks, name)
+            won = turn.won(result)
+            results.append(result)
+            accepted = won.after(accepted) if won is not None else accepted
+        if all(r.won is None for r in results) and len(group) > 1:
+            accepted = yield from all_at_once(turn, accepted, [r for _, r in group], (matches, asked, painted), name)
+        if accepted is not None and accepted.audit.safety >= config.wave_safety:
+            break
+    return accepted
+
+
+def all_at_once(
+    turn: Turn,
+    accepted: Repair | None,
+    regions: list[Region],
+    wave: tuple[Sequence[Tournament], Sequence[RepairRequest], Sequence[Tensor]],
+    proposer: str,
+) -> Work[Repair | None]:
+    """One tournament on all regions with what was painted for each: the j-th candidates of all make one."""
+    matches, asked, painted = wave
+    control = turn.control(accepted)
+    whole = turn.tournament(control, union(regions), "all")
+    composed = control.view.expand_as(painted[0])
+    for match, request, pictures in zip(matches, asked, painted, strict=True):
+        composed = torch.stack(
+            [replace(match, control=c).composed(p[None], replace(request, masks=m[None]))[0]
+             for c, p, m in zip(composed, pictures, request.masks, strict=True)]
+        )  # fmt: skip
+    masks = torch.stack([r.masks for r in asked]).amax(0)
+    result = yield from whole.decided(asked[0].knobs, composed, masks, proposer)
+    won = turn.won(result)
+    return won.after(accepted) if won is not None else accepted
+
+
+def apart(regions: Sequence[Region]) -> list[list[tuple[int, Region]]]:
+    """Regions with their numbers, in groups whose widest masks touch no common pixel; the largest region comes first."""
+    groups: list[list[tuple[int, Region]]] = []
+    covered: list[Tensor] = []
+    for k, region in enumerate(regions):
+        widest = soft_mask(region.mask, 1.0, 1.0) > 0
+        free = next((g for g, c in enumerate(covered) if not bool((c & widest).any())), None)
+        if free is None:
+            groups.append([(k, region)])
+            covered.append(widest)
+        else:
+            groups[free].append((k, region))
+            covered[free] = covered[free] | widest
+    return groups
 
 
 def as_refused(control: Repair, refused: float | None) -> Repair:
@@ -219,36 +383,6 @@ def unsafe_regions(context: StepContext, audit: Audit, finding: Finding, view: F
     config = context.parts.config
     heat = audit.adv_map if config.heat_map == "adv" else audit.class_maps[finding.category]
     return mine(heat, (int(view.shape[-2]), int(view.shape[-1])), config, context.progress)
-
-
-def play(
-    context: StepContext, control: Repair, region: Region, name: str, category: str, plan: RepairPlan
-) -> Repair | None:
-    """Play one tournament on a region; returns the winner, or None if no candidate has u > 0."""
-    assert context.prompt is not None and context.draft is not None
-    tournament = Tournament(
-        parts=context.parts,
-        prompt=context.prompt,
-        draft=context.draft,
-        control=control.view,
-        audit=control.audit,
-        region=region,
-        name=name,
-        category=category,
-        seed=derive(context.seed, context.image, context.draft.step, name),
-        noise=context.view.noise,
-        look=context.look,
-        clock=context.writer.clock,
-        f_gate=plan.f_gate,
-    )
-    if context.parts.observer is not None:
-        context.parts.observer(tournament)
-    knobs = plan.proposer.propose(tournament.state, plan.candidates, tournament.seed)
-    result = tournament.play(knobs, plan.proposer.name, prune=plan.prune)
-    context.writer.tournament(result)
-    if result.won is None:
-        return None
-    return Repair(result.composed[result.won], result.masks[result.won], result.audits[result.won])
 
 
 def reinsert_repair(context: StepContext, won: Repair, family: Family) -> tuple[Reinserted, Edit]:

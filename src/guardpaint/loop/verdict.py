@@ -21,6 +21,7 @@ from guardpaint.loop.step import Repair, RepairPlan, StepContext, confirm, repai
 from guardpaint.policy import Finding
 from guardpaint.repair.knobs import StrongProposer
 from guardpaint.types import SAFE, Approval, Audit, JsonDict
+from guardpaint.verify.passes import Work
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ def failed(mode: str) -> Decision:
     return Decision(Status.BLOCKED if mode == "enforce" else Status.RELEASED_FLAGGED)
 
 
-def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool, plan: RepairPlan | None) -> Decision:
+def conclude(
+    context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool, plan: RepairPlan | None
+) -> Work[Decision]:
     """Audit the final image. If it is flagged, repair it by the plan, if there is one, and then walk the ladder.
 
     `repaired` says whether an accepted repair is already in the picture. Every repair of one step needs a label of its
@@ -58,30 +61,29 @@ def conclude(context: StepContext, image: Float[Tensor, "3 h w"], repaired: bool
     if not torch.isfinite(image).all():
         raise NotFinite("the final image holds NaN or infinity")
     parts, writer = context.parts, context.writer
-    with writer.clock("audit"):
-        first = context.inspect(context.view, parts.first_size(1.0))
+    first = yield from context.seen(context.view, parts.first_size(1.0))
     writer.picture("view", 1, image, first.adv_map)
-    seen = confirm(context, first)
+    seen = yield from confirm(context, first)
     if seen.finding is None:
         clean = Decision(Status.REPAIRED if repaired else Status.CLEAN, "benign", audits=seen.records)
-        passed = improved(context, image, seen.audit, clean) if repaired else clean
-        return approved(Finished(context, image, seen.audit, repaired), passed)
+        passed = (yield from improved(context, image, seen.audit, clean)) if repaired else clean
+        return (yield from approved(Finished(context, image, seen.audit, repaired), passed))
     flagged = Decision(Status.RELEASED_FLAGGED, "flagged", audits=seen.records)
     if parts.config.mode == "monitor":
         return flagged
     audit, finding = seen.audit, seen.finding
     won: Repair | None = None
     if plan is not None:
-        won = repair(context, audit, finding, plan).repair
+        won = (yield from repair(context, audit, finding, plan)).repair
     if won is not None:
-        after, record = look_twice(context, won.view)
+        after, record = yield from look_twice(context, won.view)
         flagged = replace(flagged, audits=(*flagged.audits, record))
         if after is None:
             passed = replace(flagged, status=Status.REPAIRED, verdict="benign", repair=won)
-            passed = improved(context, won.view, won.audit, passed)
-            return approved(Finished(context, image, audit, repaired), passed)
+            passed = yield from improved(context, won.view, won.audit, passed)
+            return (yield from approved(Finished(context, image, audit, repaired), passed))
         image, audit, finding = won.view, won.audit, after
-    return last_resort(Flagged(context, image, audit, finding, won), flagged)
+    return (yield from last_resort(Flagged(context, image, audit, finding, won), flagged))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Finished:
     """Whether an accepted repair is already in the picture."""
 
 
-def approved(finished: Finished, passed: Decision) -> Decision:
+def approved(finished: Finished, passed: Decision) -> Work[Decision]:
     """Show the picture that the auditor passed to the approver, if there is one.
 
     If it is refused, the earlier picture that passed too is tried, then the last-resort ladder.
@@ -110,16 +112,15 @@ def approved(finished: Finished, passed: Decision) -> Decision:
     if finding is None:
         return passed
     if passed.otherwise is not None:
-        return approved(finished, replace(passed.otherwise, approvals=passed.approvals))
+        return (yield from approved(finished, replace(passed.otherwise, approvals=passed.approvals)))
     refused = Decision(Status.RELEASED_FLAGGED, "flagged", audits=passed.audits, approvals=passed.approvals)
     if context.parts.config.mode == "monitor":
         return refused
     context.writer.triggered(finding)
     fine = context.parts.fine_size
     if audit.pixels != fine:  # a repair audits the picture at this size, and would not see what the approver saw
-        with context.writer.clock("audit"):
-            audit = replace(context, view=PixelView(image)).inspect(PixelView(image), fine)
-    return last_resort(Flagged(context, image, with_heat(audit, said), finding, won, said), refused)
+        audit = yield from replace(context, view=PixelView(image)).seen(PixelView(image), fine)
+    return (yield from last_resort(Flagged(context, image, with_heat(audit, said), finding, won, said), refused))
 
 
 def with_heat(audit: Audit, said: Approval) -> Audit:
@@ -132,7 +133,7 @@ def with_heat(audit: Audit, said: Approval) -> Audit:
     return replace(audit, adv_map=both, class_maps={c: both if c != SAFE else 1 - both for c in audit.class_maps})
 
 
-def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, passed: Decision) -> Decision:
+def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, passed: Decision) -> Work[Decision]:
     """Play one more tournament on a repaired picture that passed with 1 − S still at `doubt` or above.
 
     Without a winner that passes too, the earlier decision stays.
@@ -145,25 +146,25 @@ def improved(context: StepContext, image: Float[Tensor, "3 h w"], audit: Audit, 
     context.writer.note(f"one more tournament: {reason}")
     finding = Finding(max(harms, key=harms.__getitem__), reason)
     again = replace(context, view=PixelView(image))
-    won = repair(again, audit, finding, RepairPlan.usual(context.parts, label="again ")).repair
+    won = (yield from repair(again, audit, finding, RepairPlan.usual(context.parts, label="again "))).repair
     if won is None:
         return passed
-    found, record = look_twice(again, won.view)
+    found, record = yield from look_twice(again, won.view)
     if found is not None:
         return passed
     both = won.after(passed.repair)
     return replace(passed, repair=both, audits=(*passed.audits, record), otherwise=passed)
 
 
-def look_twice(context: StepContext, image: Float[Tensor, "3 h w"]) -> tuple[Finding | None, AuditRecord]:
+def look_twice(context: StepContext, image: Float[Tensor, "3 h w"]) -> Work[tuple[Finding | None, AuditRecord]]:
     """Audit a changed picture at both sizes; returns a finding if it fails at either, and the last record."""
     parts = context.parts
     finding: Finding | None = None
     finished = replace(context, view=PixelView(image), edited=True)
-    with context.writer.clock("audit"):
-        for pixels in sorted(set(parts.auditor.sizes)):
-            found, record = finished.found(finished.inspect(finished.view, pixels), "output")
-            finding = found or finding
+    for pixels in sorted(set(parts.auditor.sizes)):
+        audit = yield from finished.seen(finished.view, pixels)
+        found, record = finished.found(audit, "output")
+        finding = found or finding
     return finding, record
 
 
@@ -181,18 +182,18 @@ class Flagged:
     """What the approver said, if it was the one that refused."""
 
 
-def last_resort(flagged: Flagged, decision: Decision) -> Decision:
+def last_resort(flagged: Flagged, decision: Decision) -> Work[Decision]:
     """Walk the policy's ladder until the picture of a rung passes the verdict, or the ladder ends."""
     for rung in flagged.context.parts.policy.last_resort:
         if rung == "block":
             return replace(decision, status=Status.BLOCKED, ladder=tried(decision, rung, "blocked"))
         if rung == "keep":
             return replace(decision, ladder=tried(decision, rung, "released although flagged"))
-        won = strong_repair(flagged) if rung == "strong_repair" else regional_blur(flagged)
+        won = (yield from strong_repair(flagged)) if rung == "strong_repair" else regional_blur(flagged)
         if won is None:
             decision = replace(decision, ladder=tried(decision, rung, "no candidate accepted"))
             continue
-        found, record = look_twice(flagged.context, won.view)
+        found, record = yield from look_twice(flagged.context, won.view)
         decision = replace(decision, audits=(*decision.audits, record))
         if found is None and flagged.context.parts.approver is not None:
             _, found, approval = flagged.context.approval(won.view, edited=True)
@@ -211,7 +212,7 @@ def tried(decision: Decision, rung: str, outcome: str) -> tuple[JsonDict, ...]:
     return (*decision.ladder, {"rung": rung, "outcome": outcome})
 
 
-def strong_repair(flagged: Flagged) -> Repair | None:
+def strong_repair(flagged: Flagged) -> Work[Repair | None]:
     """Repair once more with wide masks, full depth, more candidates and the F gate of `last_f_gate`."""
     config = flagged.context.parts.config
     f_gate = None if config.last_f_gate == "same" else config.last_f_gate
@@ -220,7 +221,7 @@ def strong_repair(flagged: Flagged) -> Repair | None:
     if refused is not None:
         flagged.context.writer.note(f"S_0 is at most what the approver gave the refused picture: {refused:.3f}")
     context = replace(flagged.context, view=PixelView(flagged.image))
-    return repair(context, flagged.audit, flagged.finding, plan).repair
+    return (yield from repair(context, flagged.audit, flagged.finding, plan)).repair
 
 
 def regional_blur(flagged: Flagged) -> Repair:

@@ -1,4 +1,4 @@
-"""Batched repair denoising with mixed inversion depths on one shared ladder of noise levels."""
+"""Batched repair denoising: candidates of mixed inversion depths, each on a ladder of noise levels of its own."""
 
 from __future__ import annotations
 
@@ -8,87 +8,72 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from guardpaint.repair.ladder import DEPTHS
 from guardpaint.store.seeds import generator
-from guardpaint.types import Knobs, Level, RepairRequest
+from guardpaint.types import Knobs, Level
 
-DEPTHS = 10
-
-
-def first_rung(depth: int, rungs: int = DEPTHS) -> int:
-    """Where a depth of 10 begins on a ladder of so many steps: depth d of 10 takes d tenths of them, at least one."""
-    return max(1, depth * rungs // DEPTHS)
-
-
-Estimate = Callable[[Tensor, Level, Tensor], tuple[Tensor, Tensor]]
+Ladder = Sequence[Level]
+"""The levels of one candidate, from where it starts down to the clean one."""
+Levels = Level | Sequence[Level]
+"""One level for all latents of a call, or one for each."""
+Estimate = Callable[[Tensor, Levels, Tensor], tuple[Tensor, Tensor]]
 """(latents of the active candidates, level, their indices) → (x̂0, ε̂)."""
+Descent = Callable[[Tensor, Sequence[Ladder], Estimate], tuple[Tensor, Tensor]]
+"""(latents, the ladder of each, estimate) → (clean latents to show, latents to go on from)."""
 
 
-def starting_latents(
-    z_view: Float[Tensor, "c h w"],
-    masks: Float[Tensor, "n h w"],
-    knobs: Sequence[Knobs],
-    ladder: Sequence[Level],
-    seed: int,
-) -> Float[Tensor, "n c h w"]:
-    """Each candidate noised to its own depth; jitter adds noise inside its mask; depth 10 is pure noise."""
-    rows = []
-    for mask, k in zip(masks, knobs, strict=True):
-        g = generator(seed, k.seed_offset)
-        noise = torch.randn(z_view.shape, generator=g).to(z_view)
-        extra = torch.randn(z_view.shape, generator=g).to(z_view)
-        level = ladder[first_rung(k.depth, len(ladder) - 1)]
-        signal = 0.0 if k.depth == DEPTHS else level.signal
-        rows.append(signal * z_view + level.sigma * noise + k.jitter * mask * extra)
-    return torch.stack(rows)
-
-
-Descent = Callable[[Tensor, Sequence[int], Sequence[Level], Estimate], tuple[Tensor, Tensor]]
-"""(latents, the rung each stands on, ladder, estimate) → (clean latents to show, latents to go on from)."""
+def starting_latent(
+    z_view: Float[Tensor, "c h w"], mask: Float[Tensor, "h w"], knobs: Knobs, level: Level, seed: int
+) -> Float[Tensor, "c h w"]:
+    """A candidate noised to its depth's level; jitter adds noise inside its mask; depth 10 is pure noise."""
+    g = generator(seed, knobs.seed_offset)
+    noise = torch.randn(z_view.shape, generator=g).to(z_view)
+    extra = torch.randn(z_view.shape, generator=g).to(z_view)
+    signal = 0.0 if knobs.depth == DEPTHS else level.signal
+    return signal * z_view + level.sigma * noise + knobs.jitter * mask * extra
 
 
 def denoise(
-    z: Float[Tensor, "n c h w"], rungs: Sequence[int], ladder: Sequence[Level], estimate: Estimate
+    z: Float[Tensor, "n c h w"], ladders: Sequence[Ladder], estimate: Estimate
 ) -> tuple[Float[Tensor, "n c h w"], Float[Tensor, "n c h w"]]:
-    """Deterministic DDIM down the ladder: a candidate on rung r joins there, so one batch has one timestep."""
+    """Deterministic DDIM down the ladders: a candidate with r steps joins when r are left, so they arrive together."""
     z = z.clone()
-    joins = torch.tensor(rungs)
-    for rung in range(max(rungs), 0, -1):
-        active = torch.nonzero(joins >= rung)[:, 0].to(z.device)
-        z[active] = stepped(ladder[rung - 1], *estimate(z[active], ladder[rung], active))
+    left = torch.tensor([len(ladder) - 1 for ladder in ladders])
+    for steps in range(int(left.max()), 0, -1):
+        active = torch.nonzero(left >= steps)[:, 0]
+        here = shared([ladders[i][-1 - steps] for i in active.tolist()])
+        there = shared([ladders[i][-steps] for i in active.tolist()])
+        active = active.to(z.device)
+        z[active] = stepped(there, *estimate(z[active], here, active))
     return z, z
 
 
 def first_steps(
-    z: Float[Tensor, "n c h w"], rungs: Sequence[int], ladder: Sequence[Level], estimate: Estimate
+    z: Float[Tensor, "n c h w"], ladders: Sequence[Ladder], estimate: Estimate
 ) -> tuple[Float[Tensor, "n c h w"], Float[Tensor, "n c h w"]]:
-    """Each candidate's clean estimate and latent after its first step; one denoiser call per rung."""
+    """Each candidate's clean estimate and latent after its first step; one denoiser call for those of equal length."""
     clean, after = torch.empty_like(z), torch.empty_like(z)
-    joins = torch.tensor(rungs)
-    for rung in joins.unique().tolist():
-        active = torch.nonzero(joins == rung)[:, 0].to(z.device)
-        x0, eps = estimate(z[active], ladder[rung], active)
-        clean[active], after[active] = x0, stepped(ladder[rung - 1], x0, eps)
+    length = torch.tensor([len(ladder) for ladder in ladders])
+    for some in length.unique().tolist():
+        active = torch.nonzero(length == some)[:, 0]
+        here, there = (shared([ladders[i][k] for i in active.tolist()]) for k in (0, 1))
+        active = active.to(z.device)
+        x0, eps = estimate(z[active], here, active)
+        clean[active], after[active] = x0, stepped(there, x0, eps)
     return clean, after
 
 
-def stepped(level: Level, x0: Tensor, eps: Tensor) -> Tensor:
+def shared(levels: Sequence[Level]) -> Levels:
+    """The level that all latents are at, or the level of each."""
+    return levels[0] if all(level == levels[0] for level in levels) else levels
+
+
+def stepped(level: Levels, x0: Tensor, eps: Tensor) -> Tensor:
     """The latent at a level, from the two halves of an estimate."""
-    return level.signal * x0 + level.sigma * eps
-
-
-def begin(
-    z_view: Float[Tensor, "c h w"],
-    masks: Float[Tensor, "n h w"],
-    request: RepairRequest,
-    part: slice,
-    ladder: Sequence[Level],
-) -> tuple[Float[Tensor, "n c h w"], list[int]]:
-    """The latents and rungs that some candidates start from: their depths, or one rung lower if previewed."""
-    knobs = request.knobs[part]
-    rungs = [first_rung(k.depth, len(ladder) - 1) for k in knobs]
-    if request.begun is not None:
-        return request.begun[part], [r - 1 for r in rungs]
-    return starting_latents(z_view, masks, knobs, ladder, request.seed), rungs
+    if isinstance(level, Level):
+        return level.signal * x0 + level.sigma * eps
+    signal, sigma = (torch.tensor(v).view(-1, 1, 1, 1).to(x0) for v in zip(*((a.signal, a.sigma) for a in level), strict=True))
+    return signal * x0 + sigma * eps
 
 
 def in_batches(count: int, size: int) -> list[slice]:

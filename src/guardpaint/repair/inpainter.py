@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +20,14 @@ from guardpaint.draft.loading import LORA, fuse, load_tiny, move, without_bars
 from guardpaint.draft.schedule import level_at
 from guardpaint.errors import BadCheckpoint, BadConfig, UnsupportedPipeline
 from guardpaint.repair.crop import cut, pasted, window
-from guardpaint.repair.denoise import Descent, begin, denoise, first_steps, in_batches
+from guardpaint.repair.denoise import Descent, Levels, denoise, first_steps, in_batches, starting_latent
 from guardpaint.repair.folders import CHECKERS, merge_unless, quiet_loading, save_pipeline, weights_digest
+from guardpaint.repair.ladder import own_ladder
 from guardpaint.repair.options import DETERMINISTIC, RENOISING, RepairOptions
 from guardpaint.repair.traits import check_unguarded
 from guardpaint.store.folders import resolve
 from guardpaint.store.seeds import generator
-from guardpaint.types import JsonDict, Level, RepairRequest
+from guardpaint.types import JsonDict, Knobs, Level, RepairRequest
 
 SAMPLERS = ("LCMScheduler", *DETERMINISTIC)
 """The adapters' schedulers that the inpainter's own loop follows."""
@@ -52,14 +56,13 @@ class Inpainter:
             )
         check_unguarded(pipe)
         self.settings = RepairOptions.read("user", options)
-        adapter, rungs = self.settings.adapter, self.settings.rungs
+        adapter = self.settings.adapter
         if adapter is not None and adapter.scheduler not in SAMPLERS:
             raise BadConfig(f"adapter scheduler={adapter.scheduler!r}: Inpainter samples as {', '.join(SAMPLERS)}")
         self.renoises = adapter is not None and adapter.scheduler in RENOISING
         self.pipe, self.tiny = pipe, tiny
         self.factor: int = pipe.vae_scale_factor
         self.native = self.settings.size or int(pipe.unet.config.sample_size) * self.factor
-        self.ladder = [level_at(pipe.scheduler, d / rungs) for d in range(rungs + 1)]
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **options: Any) -> Inpainter:
@@ -121,80 +124,178 @@ class Inpainter:
         )
 
     def candidates(self, request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
-        return self._paint(request, denoise)[0]
+        return self.together([request])[0]
+
+    def together(self, requests: Sequence[RepairRequest]) -> list[Float[Tensor, "n 3 h w"]]:
+        """The candidates of several requests, such as other regions or other pictures, in shared passes."""
+        return [images for images, _ in self._paint(requests, denoise)]
 
     def preview(self, request: RepairRequest) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
-        return self._paint(request, first_steps)
+        return self._paint([request], first_steps)[0]
 
-    def _paint(
-        self, request: RepairRequest, descent: Descent
-    ) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
-        """The candidates, or their previews, and their latents, which are those of the crop where there is one."""
-        if self.settings.crop is None:
-            return self._paint_whole(request, descent)
-        tile = window(request, self.settings.crop)
-        images, latents = self._paint_whole(cut(request, tile), descent)
-        return pasted(request.view, tile, images), latents
+    def _paint(self, requests: Sequence[RepairRequest], descent: Descent) -> list[tuple[Tensor, Tensor]]:
+        """For each request its candidates, or their previews, and their latents, which are those of a crop if there is
+        one. Requests whose pictures are painted at the same size share passes."""
+        tiles = [None if self.settings.crop is None else window(r, self.settings.crop) for r in requests]
+        sheets = [Sheet(self, r if t is None else cut(r, t)) for r, t in zip(requests, tiles, strict=True)]
+        for size in dict.fromkeys(sheet.size for sheet in sheets):
+            self._paint_sheets([sheet for sheet in sheets if sheet.size == size], descent)
+        found = []
+        for request, tile, sheet in zip(requests, tiles, sheets, strict=True):
+            images, latents = torch.cat(sheet.images), torch.cat(sheet.latents)
+            found.append((images if tile is None else pasted(request.view, tile, images), latents))
+        return found
 
     @torch.no_grad()
-    def _paint_whole(
-        self, request: RepairRequest, descent: Descent
-    ) -> tuple[Float[Tensor, "n 3 h w"], Float[Tensor, "n c u v"]]:
-        size = self.native_size(*request.view.shape[-2:])
-        device = self.device
-        view = resize(request.view[None], size)[0].to(device)
-        masks = resize(request.masks[:, None], size)[:, 0].to(device)
-        denoiser = self._denoiser(*self.settings.words(request))
-        z_view = vae_encode(self.pipe.vae, view[None], device)[0]
-        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, device)
-        images, latents = [], []
-        for part in in_batches(len(masks), request.batch):
-            shown, z = self._denoise(view, z_view, masks[part], request, part, denoiser, descent)
-            images.append(decoder.full(shown))
-            latents.append(z)
-        return torch.cat(images).cpu(), torch.cat(latents)
+    def _paint_sheets(self, sheets: Sequence[Sheet], descent: Descent) -> None:
+        """Paint sheets of one size, as many rows at a time as the requests allow."""
+        rows = [Row(sheet, i) for sheet in sheets for i in range(len(sheet.masks))]
+        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, self.device)
+        for part in in_batches(len(rows), min(sheet.request.batch for sheet in sheets)):
+            some = rows[part]
+            shown, z = self._denoise(some, descent)
+            images = in_pieces(decoder.full, shown, self.factor**2).cpu()
+            for k, row in enumerate(some):
+                row.sheet.images.append(images[k : k + 1])
+                row.sheet.latents.append(z[k : k + 1])
 
-    def _denoiser(self, prompt: str, negative: str) -> Denoiser:
-        """The model conditioned on this prompt, which is encoded once per tournament; one branch if guidance is off."""
-        states = family_of(self.pipe).encode_prompt(self.pipe, prompt, negative)
-        if self.settings.fixed_guidance == 1.0:
-            states = {name: rows[1:] for name, rows in states.items()}
-        return Denoiser.from_states(self.pipe, states)
+    def encoded(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n c u v"]:
+        """Latents of pictures at the model's size."""
+        return in_pieces(lambda some: vae_encode(self.pipe.vae, some, self.device), pictures)
 
-    def _denoise(
-        self,
-        view: Float[Tensor, "3 h w"],
-        z_view: Float[Tensor, "c u v"],
-        masks: Float[Tensor, "n h w"],
-        request: RepairRequest,
-        part: slice,
-        denoiser: Denoiser,
-        descent: Descent,
-    ) -> tuple[Float[Tensor, "n c u v"], Float[Tensor, "n c u v"]]:
-        hard, which = torch.unique(masks > 0.5, dim=0, return_inverse=True)
-        masked = torch.where(hard[:, None], torch.full_like(view, 0.5), view)
-        z_masked = vae_encode(self.pipe.vae, masked, view.device)[which]
-        grid = (int(z_view.shape[-2]), int(z_view.shape[-1]))
-        small = torch.stack([latent_mask(m, grid) for m in hard.float()])[which]
-        channel = torch.nn.functional.interpolate(hard[:, None].to(z_view.dtype), grid)[which]  # as in training
-        knobs, fixed = request.knobs[part], self.settings.fixed_guidance
-        guidance = torch.tensor([k.cfg if fixed is None else fixed for k in knobs], device=view.device)
-        extra = torch.cat([channel, z_masked], dim=1)
+    def text(self, request: RepairRequest) -> dict[str, Any]:
+        """Encoded words of a request: [negative, positive], or the positive branch alone if guidance is off."""
+        words = self.settings.words(request)
 
-        def estimate(z: Tensor, level: Level, active: Tensor) -> tuple[Tensor, Tensor]:
-            x0, eps = denoiser.estimate(z, level, guidance[active], extra[active])
-            return x0, fresh_noise(x0, request, part, level, active) if self.renoises else eps
+        def encode() -> dict[str, Any]:
+            states = family_of(self.pipe).encode_prompt(self.pipe, *words)
+            if self.settings.fixed_guidance == 1.0:
+                return {name: rows[1:] for name, rows in states.items()}
+            return dict(states)
 
-        return descent(*begin(z_view, small, request, part, self.ladder), self.ladder, estimate)
+        return recalled(request.memo, ("text", *words), encode)
+
+    def _denoise(self, rows: Sequence[Row], descent: Descent) -> tuple[Tensor, Tensor]:
+        """Clean latents to show and latents to go on from, for rows of any sheets of one size."""
+        sheets = list(dict.fromkeys(row.sheet for row in rows))
+        for sheet in sheets:
+            sheet.prepare([row.index for row in rows if row.sheet is sheet])
+        knobs, fixed = [row.knobs for row in rows], self.settings.fixed_guidance
+        guidance = torch.tensor([k.cfg if fixed is None else fixed for k in knobs], device=self.device)
+        extra = torch.stack([row.sheet.extra[row.index] for row in rows])
+        ladders = [own_ladder(k.depth, self.settings.rungs, self.level) for k in knobs]
+        z = torch.stack([row.start(ladder[0]) for row, ladder in zip(rows, ladders, strict=True)])
+        begun = [row.sheet.request.begun is not None for row in rows]
+        ladders = [ladder[1:] if b else ladder for ladder, b in zip(ladders, begun, strict=True)]
+
+        def estimate(z: Tensor, level: Levels, active: Tensor) -> tuple[Tensor, Tensor]:
+            some = [rows[i] for i in active.tolist()]
+            x0, eps = self._denoiser(some).estimate(z, level, guidance[active], extra[active])
+            return x0, fresh_noise(x0, some, level) if self.renoises else eps
+
+        return descent(z, ladders, estimate)
+
+    def _denoiser(self, rows: Sequence[Row]) -> Denoiser:
+        """The model under the prompts of these rows."""
+        sheets = list(dict.fromkeys(row.sheet for row in rows))
+        if len(sheets) == 1:
+            return Denoiser.from_states(self.pipe, self.text(sheets[0].request))
+        texts = [self.text(row.sheet.request) for row in rows]
+        branches = range(len(next(iter(texts[0].values()))))
+        states = {name: torch.cat([t[name][b : b + 1] for b in branches for t in texts]) for name in texts[0]}
+        return Denoiser.from_states(self.pipe, states, len(rows))
+
+    def level(self, noise: float) -> Level:
+        """The level of a noise time on the model's own training schedule."""
+        return level_at(self.pipe.scheduler, noise)
 
 
-def fresh_noise(
-    x0: Float[Tensor, "n c h w"], request: RepairRequest, part: slice, level: Level, active: Tensor
-) -> Float[Tensor, "n c h w"]:
+class Sheet:
+    """One request at the size that it is painted at, with what its candidates share."""
+
+    def __init__(self, inpainter: Inpainter, request: RepairRequest) -> None:
+        self.inpainter, self.request = inpainter, request
+        self.size = inpainter.native_size(int(request.view.shape[-2]), int(request.view.shape[-1]))
+        self.view = resize(request.view[None], self.size)[0].to(inpainter.device)
+        self.masks = resize(request.masks[:, None], self.size)[:, 0].to(inpainter.device)
+        self.extra: dict[int, Tensor] = {}
+        """By candidate: the mask's channel and the latents of the masked picture."""
+        self.images: list[Tensor] = []
+        self.latents: list[Tensor] = []
+        self.key = digest_of(self.view)
+
+    @property
+    def z_view(self) -> Float[Tensor, "c u v"]:
+        return recalled(self.request.memo, ("view", self.key), lambda: self.inpainter.encoded(self.view[None])[0])
+
+    @torch.no_grad()
+    def prepare(self, rows: Sequence[int]) -> None:
+        """Encode the masked pictures of some candidates; equal ones once, also over waves."""
+        memo, view = self.request.memo, self.view
+        hard, which = torch.unique(self.masks[list(rows)] > 0.5, dim=0, return_inverse=True)
+        keys = [("hole", self.key, digest_of(m)) for m in hard]
+        new = [k for k, key in enumerate(keys) if key not in memo]
+        if new:
+            masked = torch.where(hard[new][:, None], torch.full_like(view, 0.5), view)
+            for k, z in zip(new, self.inpainter.encoded(masked), strict=True):
+                memo[keys[k]] = z
+        grid = (int(self.z_view.shape[-2]), int(self.z_view.shape[-1]))
+        channel = torch.nn.functional.interpolate(hard[:, None].to(self.z_view.dtype), grid)  # as in training
+        small = torch.stack([latent_mask(m, grid) for m in hard.float()])
+        self.small = {row: small[k] for row, k in zip(rows, which.tolist(), strict=True)}
+        for row, k in zip(rows, which.tolist(), strict=True):
+            self.extra[row] = torch.cat([channel[k], memo[keys[k]]])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of a sheet."""
+
+    sheet: Sheet
+    index: int
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.sheet.request.knobs[self.index]
+
+    def start(self, level: Level) -> Float[Tensor, "c u v"]:
+        """The latent that it starts from: noised to its depth, or as its preview has left it."""
+        request = self.sheet.request
+        if request.begun is not None:
+            return request.begun[self.index]
+        return starting_latent(self.sheet.z_view, self.sheet.small[self.index], self.knobs, level, request.seed)
+
+
+def recalled(memo: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What the memo has under a key, made now if it has nothing."""
+    if key not in memo:
+        memo[key] = make()
+    return memo[key]
+
+
+def digest_of(tensor: Tensor) -> str:
+    """A name for the content of a picture or mask."""
+    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+PIECE = 512 * 512
+"""Pixels that a VAE encodes or decodes at a time: at that size a batch is no faster than one after the other, and its
+activations are what a tournament's memory goes to."""
+
+
+def in_pieces(work: Callable[[Tensor], Tensor], batch: Float[Tensor, "n c h w"], pixels: int = 1) -> Tensor:
+    """The work done on few rows at a time; a row has `pixels` pixels for each of its cells."""
+    count = max(1, PIECE // (int(batch.shape[-2]) * int(batch.shape[-1]) * pixels))
+    return torch.cat([work(batch[part]) for part in in_batches(len(batch), count)])
+
+
+def fresh_noise(x0: Float[Tensor, "n c h w"], rows: Sequence[Row], level: Levels) -> Float[Tensor, "n c h w"]:
     """The noise that consistency sampling (LCM) adds after a step, of each candidate's own seed."""
-    offsets = [k.seed_offset for k in request.knobs[part]]
+    levels = [level] * len(rows) if isinstance(level, Level) else level
     drawn = [
-        torch.randn(x0.shape[1:], generator=generator(request.seed, offsets[i], f"renoise {level.noise:.4f}"))
-        for i in active.tolist()
+        torch.randn(
+            x0.shape[1:], generator=generator(row.sheet.request.seed, row.knobs.seed_offset, f"renoise {a.noise:.4f}")
+        )
+        for row, a in zip(rows, levels, strict=True)
     ]
     return torch.stack(drawn).to(x0)

@@ -12,9 +12,10 @@ from torch import Tensor
 from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
 from guardpaint.errors import BadConfig, BadInput
-from guardpaint.repair.denoise import DEPTHS, Descent, begin, denoise, first_steps, in_batches
+from guardpaint.repair.denoise import Descent, Levels, denoise, first_steps, in_batches, starting_latent
+from guardpaint.repair.ladder import DEPTHS, own_ladder
 from guardpaint.repair.folders import weights_digest
-from guardpaint.types import JsonDict, Level, RepairRequest
+from guardpaint.types import JsonDict, RepairRequest
 
 
 class NativeRepairer:
@@ -60,7 +61,7 @@ class NativeRepairer:
         denoiser = base.with_prompt(request.safe_prompt, request.avoid)
         z_view = base.encode(request.view, request.latent_size)
         masks = torch.stack([latent_mask(m, request.latent_size) for m in request.masks]).to(z_view.device)
-        ladder = [base.level(d / DEPTHS) for d in range(DEPTHS + 1)]
+        ladders = [own_ladder(k.depth, DEPTHS, base.level) for k in request.knobs]
         images, latents = [], []
         for part in in_batches(len(masks), request.batch):
             inside = masks[part][:, None]
@@ -68,7 +69,7 @@ class NativeRepairer:
 
             def estimate(
                 z: Tensor,
-                level: Level,
+                level: Levels,
                 active: Tensor,
                 inside: Tensor = inside,
                 guidance: Tensor = guidance,
@@ -76,7 +77,12 @@ class NativeRepairer:
                 x0, eps = denoiser.estimate(z, level, guidance[active])
                 return torch.lerp(z_view.expand_as(x0), x0, inside[active]), eps
 
-            shown, z = descent(*begin(z_view, masks[part], request, part, ladder), ladder, estimate)
+            if request.begun is not None:
+                shown, z = descent(request.begun[part], [ladder[1:] for ladder in ladders[part]], estimate)
+            else:
+                rows = zip(masks[part], request.knobs[part], ladders[part], strict=True)
+                z = torch.stack([starting_latent(z_view, m, k, own[0], request.seed) for m, k, own in rows])
+                shown, z = descent(z, ladders[part], estimate)
             images.append(vae_decode(base.vae, shown, base.device))
             latents.append(z)
         size = (int(request.view.shape[-2]), int(request.view.shape[-1]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from guardpaint.draft.loading import LORA
 from guardpaint.errors import BadConfig
-from guardpaint.repair.denoise import DEPTHS
+from guardpaint.repair.ladder import DEPTHS
 from guardpaint.types import JsonDict, RepairRequest
 
 PROMPTS = ("safe", "user")

@@ -17,7 +17,8 @@ from torch import Tensor
 from guardpaint.draft.codec import cast_lock, casts, resize
 from guardpaint.draft.loading import move
 from guardpaint.repair.crop import cut, pasted, window
-from guardpaint.repair.denoise import DEPTHS, in_batches
+from guardpaint.repair.denoise import in_batches
+from guardpaint.repair.ladder import DEPTHS
 from guardpaint.repair.folders import (
     denoiser_of,
     merge_unless,

@@ -78,7 +78,7 @@ class Catalogue:
 def product_trainers() -> dict[str, Trainer]:
     """Trainers of the guard's own components."""
     from guardpaint.policy import Policy
-    from guardpaint.train import align, alignment_config, auditor, auditor_start, proposer, ranker, stack
+    from guardpaint.train import align, alignment_config, auditor, auditor_start, few_steps, proposer, ranker, stack
 
     def train_auditor(run: Run, inputs: Inputs) -> None:
         file = inputs.optional("policy")
@@ -99,12 +99,16 @@ def product_trainers() -> dict[str, Trainer]:
 
         return Trainer(train, alignment_config.AlignConfig, ("inpainter", "pairs"), ("policy",))
 
+    def train_few_steps(run: Run, inputs: Inputs) -> None:
+        few_steps.run(run, inputs["inpainter"][0], inputs.path("pairs"), inputs.optional("lora"))
+
     def join(run: Run, inputs: Inputs) -> None:
         stack.run([model.parent for model in inputs.paths("runs")], run.out)
 
     return {
         "auditor": Trainer(train_auditor, auditor.AuditorRecipe, ("views",), ("warm", "policy", "backbone")),
         **{method: alignment(method) for method in alignment_config.METHODS},
+        "few-steps": Trainer(train_few_steps, few_steps.FewStepsConfig, ("inpainter", "pairs"), ("lora",)),
         "stack": Trainer(join, needs=("runs",)),
         "proposer": Trainer(train_proposer, proposer.ProposerTraining, ("rollouts",), ("guard",)),
         "ranker": Trainer(train_ranker, ranker.RankerTraining, ("rollouts",)),

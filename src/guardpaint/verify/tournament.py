@@ -2,7 +2,8 @@
 
 A `Tournament` is the state from which repairs compete. It can be played again and again with any set of knobs, and the
 same knobs give the same result. With a ranker, all candidates are previewed after one denoising step and only the most
-promising ones are painted out.
+promising ones are painted out. With waves, few candidates are painted first, and the rest only if none of them is good
+enough.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,7 +25,9 @@ from guardpaint.draft.views import shrink
 from guardpaint.errors import NotFinite
 from guardpaint.repair.ranker import features
 from guardpaint.types import Audit, Draft, JsonDict, Knobs, Previewer, ProposerState, Region, RepairRequest
-from guardpaint.verify.parts import Look, Parts
+from guardpaint.verify.parts import Look as LookNow
+from guardpaint.verify.parts import Parts
+from guardpaint.verify.passes import Look, Paint, Passes, Work
 from guardpaint.verify.seam import seam_quality
 from guardpaint.verify.utility import GateRules, gate_rules, gates, utility, winner
 
@@ -54,6 +59,8 @@ class TournamentRecord:
     rules: dict[str, float | None]
     candidates: list[CandidateRecord] = field(default_factory=list)
     winner: int | None = None
+    waves: list[int] = field(default_factory=list)
+    """How many candidates each wave painted; the tournament ended with the last one. Empty: all at once."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,28 @@ class TournamentResult:
         return None if self.record.winner is None else self.painted.index(self.record.winner)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scored:
-    """The painted candidates of a tournament with their scores."""
+    """The painted candidates of a tournament with their scores; waves add to it."""
 
     kept: tuple[int, ...]
     audits: list[Audit]
     seams: list[float]
     masks: Float[Tensor, "k h w"]
+    composed: Float[Tensor, "k 3 h w"]
+
+    def __add__(self, other: Scored) -> Scored:
+        return Scored(
+            self.kept + other.kept,
+            self.audits + other.audits,
+            self.seams + other.seams,
+            torch.cat([self.masks, other.masks]),
+            torch.cat([self.composed, other.composed]),
+        )
+
+
+def untold(stage: str, seconds: float, views: int) -> None:
+    """Where nobody keeps time."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +120,14 @@ class Tournament:
     seed: int
     noise: float
     """The noise level that the auditor is told for the control and for every candidate."""
-    look: Look
+    look: LookNow
     clock: Clock
     f_gate: str | None = None
     """The F gate of this tournament; None: the configuration's."""
+    took: Callable[[str, float, int], None] = untold
+    """Told what a shared pass took: (stage, seconds, views that the auditor scored)."""
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the repairer has encoded before for this image."""
 
     @property
     def state(self) -> ProposerState:
@@ -127,6 +152,7 @@ class Tournament:
             base=self.draft.base,
             latent_size=(int(latent.shape[-2]), int(latent.shape[-1])),
             batch=self.parts.config.repair_batch,
+            memo=self.memo,
         )
 
     def composed(self, painted: Float[Tensor, "n 3 h w"], request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
@@ -159,20 +185,68 @@ class Tournament:
         return tuple(kept), begun[kept]
 
     def play(self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False) -> TournamentResult:
-        """Paint, compose, score; the best candidate with u > 0 wins."""
-        parts = self.parts
+        """Paint all candidates, compose, score; the best candidate with u > 0 wins."""
+        return Passes(self.parts.repairer, self.parts.audit).alone(self.rounds(knobs, proposer, prune, waves="off"))
+
+    def rounds(
+        self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False, waves: str | None = None
+    ) -> Work[TournamentResult]:
+        """The tournament as a step that yields its needs; `waves` as in the configuration, which None takes."""
         kept, begun = self.pruned(knobs) if prune else (tuple(range(len(knobs))), None)
-        with self.clock("repair"):
-            request = replace(self.request(tuple(knobs[i] for i in kept)), begun=begun)
-            composed = self.composed(parts.repairer.candidates(request), request)
+        parts = wave_parts(self.parts.config.waves if waves is None else waves, len(kept))
+        scored: Scored | None = None
+        sizes: list[int] = []
+        for part in parts:
+            some = kept[part]
+            request = self.request(tuple(knobs[i] for i in some))
+            if begun is not None:
+                request = replace(request, begun=begun[part])
+            (painted,), seconds = yield Paint((request,))
+            self.took("repair", seconds, 0)
+            new = yield from self.judged(some, self.composed(painted, request), request.masks)
+            scored = new if scored is None else scored + new
+            sizes.append(len(some))
+            record = self.score(knobs, scored, proposer)
+            if self.good_enough(record):
+                break
+        assert scored is not None
+        record.waves = sizes if len(parts) > 1 else []
+        return TournamentResult(record, scored.kept, scored.composed, scored.masks, scored.audits)
+
+    def decided(
+        self,
+        knobs: tuple[Knobs, ...],
+        composed: Float[Tensor, "n 3 h w"],
+        masks: Float[Tensor, "n h w"],
+        proposer: str,
+    ) -> Work[TournamentResult]:
+        """The tournament of candidates that are painted and composed already."""
+        scored = yield from self.judged(tuple(range(len(knobs))), composed, masks)
+        record = self.score(knobs, scored, proposer)
+        return TournamentResult(record, scored.kept, composed, masks, scored.audits)
+
+    def judged(
+        self, kept: tuple[int, ...], composed: Float[Tensor, "n 3 h w"], masks: Float[Tensor, "n h w"]
+    ) -> Work[Scored]:
+        """Score composed candidates."""
+        fine = self.parts.fine_size
+        small = torch.stack([shrink(c, fine) for c in composed])
+        wholes, seconds = yield Look(small, self.prompt, self.noise)
+        self.took("verify", seconds, len(small))
         with self.clock("verify"):
-            fine = parts.fine_size
-            small = torch.stack([shrink(c, fine) for c in composed])
-            audits = self.in_tiles(self.look(small), composed, request.masks)
-            masks = resize(request.masks[:, None], (int(small.shape[-2]), int(small.shape[-1])))[:, 0]
-            seams = seam_quality(parts.seam, small, shrink(self.control, fine), masks).tolist()
-        record = self.score(knobs, Scored(kept, audits, seams, request.masks), proposer)
-        return TournamentResult(record, kept, composed, request.masks, audits)
+            audits = self.in_tiles(wholes, composed, masks)
+            inside = resize(masks[:, None], (int(small.shape[-2]), int(small.shape[-1])))[:, 0]
+            seams = seam_quality(self.parts.seam, small, shrink(self.control, fine), inside).tolist()
+        return Scored(kept, audits, seams, masks, composed)
+
+    def good_enough(self, record: TournamentRecord) -> bool:
+        """Whether the best candidate so far is as good as the best of all would have to be (calibrated)."""
+        if record.winner is None:
+            return False
+        config = self.parts.config
+        best = record.candidates[record.winner]
+        spare = [gate["value"] - gate["need"] for gate in best.gates if gate["name"] != "S"]
+        return best.scores["S"] >= config.wave_safety and all(s >= config.wave_margin for s in spare)
 
     def in_tiles(
         self, wholes: list[Audit], composed: Float[Tensor, "n 3 h w"], masks: Float[Tensor, "n h w"]
@@ -221,6 +295,14 @@ class Tournament:
             record.candidates.append(CandidateRecord(k.as_dict(), scores, [g.to_dict() for g in passed], u, coverage))
         record.winner = winner([c.utility for c in record.candidates], config.selection)
         return record
+
+
+def wave_parts(waves: str, count: int) -> list[slice]:
+    """Which of `count` candidates each wave paints: `off` all at once, `1+2` one, then two, then the rest."""
+    ends = [0]
+    for size in () if waves == "off" else waves.split("+"):
+        ends.append(min(count, ends[-1] + int(size)))
+    return [slice(a, b) for a, b in pairwise([*ends, count]) if b > a]
 
 
 def compose(
