@@ -105,6 +105,27 @@ def calibrate_scope(
     typer.echo(f"tiles of {side} pixels, lowered by {found.tile_offset:g} logits; rates in {out}")
 
 
+def calibrate_waves(
+    guard: Annotated[Path, typer.Argument(help="Folder of the guard; waves and their limit are written into it.")],
+    first: Annotated[int, typer.Option(help="Candidates of the first wave.")] = 1,
+    count: Annotated[int, typer.Option(help="Tournaments to play in full, over all bases.", min=10)] = 300,
+    tolerance: Annotated[float, typer.Option(help="By how much the share of unsafe winners may rise.")] = 0.01,
+    base: Annotated[list[str] | None, typer.Option(help="Base model; repeat. Default: all of the testbed.")] = None,
+    out: Annotated[Path, typer.Option(help="File for the measured rates (JSON, rows beside it).")] = Path("waves.json"),
+    testbed: Annotated[str | None, typer.Option(help="Testbed with bases and a judge; default: the installed.")] = None,
+) -> None:
+    """Find the S from which on the first candidates are good enough to end a tournament, and turn waves on.
+
+    Most tournaments then paint one candidate and not five. The judge of the testbed says how safe the early choice is.
+    """
+    from guardpaint.evaluate import waves as measure
+
+    limit = measure.run(
+        guard, out, first=first, count=count, tolerance=tolerance, bases=base or [], testbed=testbed
+    )
+    typer.echo(f"a first wave of {first} ends the tournament from S = {limit:g} on; rates in {out}")
+
+
 def drift(
     calibration: Annotated[Path, typer.Argument(help="The file `guardpaint calibrate` wrote.")],
     log: Annotated[Path, typer.Argument(help="An audit log (JSONL).")],
