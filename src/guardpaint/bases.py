@@ -195,11 +195,12 @@ def load_guard(
     The embedded guard is refused on a base that it was not trained for. `seam` names another seam metric for it.
     """
     from guardpaint.guard import GuardPaint
-    from guardpaint.parts.presets import DOLLS, PRESET
+    from guardpaint.parts.presets import DOLLS, EMBEDDED, PRESET
     from guardpaint.policy import Policy
     from guardpaint.verify.seam import open_seam
 
-    if name == f"{PRESET}{DOLLS}":  # the embedded guard by another name
+    embedded = DOLLS if name is None else name.removeprefix(PRESET) if name.startswith(PRESET) else ""
+    if embedded in EMBEDDED:  # a guard of an installed package
         name = None
     if name == "tiny":
         from guardpaint.testing import small
@@ -215,4 +216,4 @@ def load_guard(
         warn(EMBEDDED_ONLY)
     elif base not in named_bases() and not base.startswith(SMALL):
         raise BadInput(f"base {base!r}: not one of {known_names()}; any other needs --guard, {EMBEDDED_ONLY}")
-    return GuardPaint.embedded(policy=policy, seam=seam, **config)
+    return GuardPaint.from_preset(embedded, policy=policy, seam=seam, **config)

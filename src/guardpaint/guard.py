@@ -421,10 +421,11 @@ class GuardPaint:
         `decoders` are tiny decoders by family in place of the preset's; {} for none.
         """
         chosen = presets.preset(name)
-        if chosen.name == presets.DOLLS:
+        if chosen.name in presets.EMBEDDED:
             if decoders is not None:
-                raise BadConfig("preset dolls has decoders of its own, which cannot be replaced")
-            guard = cls.embedded(policy=policy, seam=seam, audit_log=audit_log, **changes)
+                raise BadConfig(f"preset {chosen.name} has decoders of its own, which cannot be replaced")
+            folder = plugins.load(plugins.GUARDS, presets.EMBEDDED[chosen.name], f"the preset {chosen.name}")()
+            guard = cls.from_pretrained(folder, policy=policy, seam=seam, audit_log=audit_log, **changes)
             return guard if device is None else guard.to(device)
         if not isinstance(policy, Policy):
             policy = presets.policy_of(chosen) if policy is None else Policy.load(policy)

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from guardpaint.audit.remembered import StagesSeen
 from guardpaint.audit.text import TextEncoder, default_tokenizer, load_tokenizer, save_tokenizer, token_batch
 from guardpaint.errors import BadConfig
 from guardpaint.store.checkpoint import fingerprint, loaded, read_shape, save_module
@@ -218,6 +219,7 @@ class AuditorScorer(nn.Module):
         self.register_buffer("std", torch.tensor(IMAGENET_STD).view(1, 3, 1, 1), persistent=False)
         self._encoded: OrderedDict[str, Text] = OrderedDict()
         self._encoded_lock = threading.Lock()
+        self.stages_seen = StagesSeen()
 
     @property
     def device(self) -> torch.device:
@@ -277,13 +279,20 @@ class AuditorScorer(nn.Module):
         """The probability of every category."""
         return self.unweighted(class_logits).softmax(1)
 
+    def stages_of(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor]:
+        """`stages` of pictures in fp32, without another pass for those that were audited just before."""
+        found = self.stages_seen.recall(images)
+        return self.stages(images) if found is None else found
+
     def train(self, mode: bool = True) -> AuditorScorer:
         self._encoded.clear()
+        self.stages_seen.clear()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> AuditorScorer:
-        """Clear the encoded prompts, because the module is moved or cast."""
+        """Clear the encoded prompts and remembered features, because the module is moved or cast."""
         self._encoded.clear()
+        self.stages_seen.clear()
         return super()._apply(*args, **kwargs)
 
     def encode_prompts(self, prompts: Sequence[str | None]) -> Text:
@@ -316,7 +325,9 @@ class AuditorScorer(nn.Module):
         images = images.to(device, torch.float32)
         with torch.autocast(device.type, enabled=False):
             times = torch.full((len(images),), noise, device=device)
-            s = self.heads(self.features(images), self.encode_prompts(prompts), times)
+            stages = self.stages(images)
+            self.stages_seen.keep(images, stages)
+            s = self.heads(stages[-1], self.encode_prompts(prompts), times)
             adv, probs = s.adv_logit.sigmoid(), self.probabilities(s.class_logits)
             faith = (self.f_slope * s.cosine + self.f_offset).sigmoid()
             safety = torch.minimum(1 - adv, probs[:, 0])

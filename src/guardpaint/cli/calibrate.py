@@ -120,9 +120,7 @@ def calibrate_waves(
     """
     from guardpaint.evaluate import waves as measure
 
-    limit = measure.run(
-        guard, out, first=first, count=count, tolerance=tolerance, bases=base or [], testbed=testbed
-    )
+    limit = measure.run(guard, out, first=first, count=count, tolerance=tolerance, bases=base or [], testbed=testbed)
     typer.echo(f"a first wave of {first} ends the tournament from S = {limit:g} on; rates in {out}")
 
 

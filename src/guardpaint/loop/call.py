@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -443,7 +444,7 @@ class GuardedCall:
             self._levels = schedule.Levels(self.setup.pipe.scheduler, self.setup.pipe.num_timesteps)
         return self._levels
 
-    @property
+    @cached_property
     def decoder(self) -> ViewDecoder:
         """The decoder of views: the tiny one if it is loaded and the configuration allows it, else the VAE."""
         setup, wanted = self.setup, self.setup.parts.config.view_decoder

@@ -351,7 +351,7 @@ def all_at_once(
 
 
 def apart(regions: Sequence[Region]) -> list[list[tuple[int, Region]]]:
-    """Regions with their numbers, in groups whose widest masks touch no common pixel; the largest region comes first."""
+    """Regions with their numbers, largest first, in groups whose widest masks touch no common pixel."""
     groups: list[list[tuple[int, Region]]] = []
     covered: list[Tensor] = []
     for k, region in enumerate(regions):

@@ -25,7 +25,9 @@ PRESET = "preset:"
 """Prefix of a preset's name wherever a guard is named."""
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"
 REAL, RANDOM = "real weights", "random-initialised classes"
-DOLLS = "dolls"
+DOLLS, DOLLS_FAST = "dolls", "dolls-fast"
+EMBEDDED = {DOLLS: "embedded", DOLLS_FAST: "embedded-fast"}
+"""Presets that are guards of an installed package, by their names among its entry points."""
 """The preset that is the embedded guard."""
 Open = Callable[..., Any]
 """Opens one part: role, kind, model, options."""
@@ -132,6 +134,14 @@ PRESETS: dict[str, Preset] = {
         Preset(
             DOLLS,
             "the embedded guard of the paper-doll world, trained and measured there",
+            {"nudity": "its auditor", "violence": "its auditor"},
+            REAL,
+            packages={"paperdolls": "pip install paperdolls"},
+            note="knows paper dolls only",
+        ),
+        Preset(
+            DOLLS_FAST,
+            "the same with cheap repairs: waves, regions together, and an inpainter distilled to four steps",
             {"nudity": "its auditor", "violence": "its auditor"},
             REAL,
             packages={"paperdolls": "pip install paperdolls"},

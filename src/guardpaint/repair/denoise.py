@@ -72,7 +72,9 @@ def stepped(level: Levels, x0: Tensor, eps: Tensor) -> Tensor:
     """The latent at a level, from the two halves of an estimate."""
     if isinstance(level, Level):
         return level.signal * x0 + level.sigma * eps
-    signal, sigma = (torch.tensor(v).view(-1, 1, 1, 1).to(x0) for v in zip(*((a.signal, a.sigma) for a in level), strict=True))
+    signal, sigma = (
+        torch.tensor(v).view(-1, 1, 1, 1).to(x0) for v in zip(*((a.signal, a.sigma) for a in level), strict=True)
+    )
     return signal * x0 + sigma * eps
 
 

@@ -137,7 +137,8 @@ class Inpainter:
         """For each request its candidates, or their previews, and their latents, which are those of a crop if there is
         one. Requests whose pictures are painted at the same size share passes."""
         tiles = [None if self.settings.crop is None else window(r, self.settings.crop) for r in requests]
-        sheets = [Sheet(self, r if t is None else cut(r, t)) for r, t in zip(requests, tiles, strict=True)]
+        device = self.device  # asking a pipeline for it is slow
+        sheets = [Sheet(self, r if t is None else cut(r, t), device) for r, t in zip(requests, tiles, strict=True)]
         for size in dict.fromkeys(sheet.size for sheet in sheets):
             self._paint_sheets([sheet for sheet in sheets if sheet.size == size], descent)
         found = []
@@ -150,7 +151,7 @@ class Inpainter:
     def _paint_sheets(self, sheets: Sequence[Sheet], descent: Descent) -> None:
         """Paint sheets of one size, as many rows at a time as the requests allow."""
         rows = [Row(sheet, i) for sheet in sheets for i in range(len(sheet.masks))]
-        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, self.device)
+        decoder = ViewDecoder(self.tiny, self.pipe.vae, self.factor, sheets[0].device)
         for part in in_batches(len(rows), min(sheet.request.batch for sheet in sheets)):
             some = rows[part]
             shown, z = self._denoise(some, descent)
@@ -161,7 +162,7 @@ class Inpainter:
 
     def encoded(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n c u v"]:
         """Latents of pictures at the model's size."""
-        return in_pieces(lambda some: vae_encode(self.pipe.vae, some, self.device), pictures)
+        return in_pieces(lambda some: vae_encode(self.pipe.vae, some, some.device), pictures)
 
     def text(self, request: RepairRequest) -> dict[str, Any]:
         """Encoded words of a request: [negative, positive], or the positive branch alone if guidance is off."""
@@ -181,7 +182,7 @@ class Inpainter:
         for sheet in sheets:
             sheet.prepare([row.index for row in rows if row.sheet is sheet])
         knobs, fixed = [row.knobs for row in rows], self.settings.fixed_guidance
-        guidance = torch.tensor([k.cfg if fixed is None else fixed for k in knobs], device=self.device)
+        guidance = torch.tensor([k.cfg if fixed is None else fixed for k in knobs], device=rows[0].sheet.device)
         extra = torch.stack([row.sheet.extra[row.index] for row in rows])
         ladders = [own_ladder(k.depth, self.settings.rungs, self.level) for k in knobs]
         z = torch.stack([row.start(ladder[0]) for row, ladder in zip(rows, ladders, strict=True)])
@@ -213,11 +214,11 @@ class Inpainter:
 class Sheet:
     """One request at the size that it is painted at, with what its candidates share."""
 
-    def __init__(self, inpainter: Inpainter, request: RepairRequest) -> None:
-        self.inpainter, self.request = inpainter, request
+    def __init__(self, inpainter: Inpainter, request: RepairRequest, device: torch.device) -> None:
+        self.inpainter, self.request, self.device = inpainter, request, device
         self.size = inpainter.native_size(int(request.view.shape[-2]), int(request.view.shape[-1]))
-        self.view = resize(request.view[None], self.size)[0].to(inpainter.device)
-        self.masks = resize(request.masks[:, None], self.size)[:, 0].to(inpainter.device)
+        self.view = resize(request.view[None], self.size)[0].to(device)
+        self.masks = resize(request.masks[:, None], self.size)[:, 0].to(device)
         self.extra: dict[int, Tensor] = {}
         """By candidate: the mask's channel and the latents of the masked picture."""
         self.images: list[Tensor] = []

@@ -13,8 +13,8 @@ from guardpaint.audit.regions import latent_mask
 from guardpaint.draft.codec import resize, vae_decode
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.repair.denoise import Descent, Levels, denoise, first_steps, in_batches, starting_latent
-from guardpaint.repair.ladder import DEPTHS, own_ladder
 from guardpaint.repair.folders import weights_digest
+from guardpaint.repair.ladder import DEPTHS, own_ladder
 from guardpaint.types import JsonDict, RepairRequest
 
 

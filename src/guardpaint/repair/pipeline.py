@@ -18,7 +18,6 @@ from guardpaint.draft.codec import cast_lock, casts, resize
 from guardpaint.draft.loading import move
 from guardpaint.repair.crop import cut, pasted, window
 from guardpaint.repair.denoise import in_batches
-from guardpaint.repair.ladder import DEPTHS
 from guardpaint.repair.folders import (
     denoiser_of,
     merge_unless,
@@ -27,6 +26,7 @@ from guardpaint.repair.folders import (
     save_pipeline,
     weights_digest,
 )
+from guardpaint.repair.ladder import DEPTHS
 from guardpaint.repair.options import RepairOptions
 from guardpaint.repair.traits import traits_of
 from guardpaint.store.folders import resolve

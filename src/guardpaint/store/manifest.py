@@ -122,6 +122,7 @@ def part_entry(path: Path, role: str, value: Any) -> PartEntry:
 def first_version(path: Path, values: Mapping[str, Any]) -> dict[str, PartEntry]:
     """The parts of a manifest of version 1, which had fixed folders and no hashes."""
     repairer = entry(path, values, "repairer", str)
+    options = entry(path, values, "repairer_options", dict, {})
     proposer = entry(path, values, "proposer", str)
     knobs = entry(path, values, "knobs", dict, None)
     ranker = entry(path, values, "ranker", bool, False)
@@ -137,7 +138,7 @@ def first_version(path: Path, values: Mapping[str, Any]) -> dict[str, PartEntry]
         proposing = PartEntry(proposer, None, {})
     parts = {
         "auditor": PartEntry("auditor-scorer", "auditor", {}),
-        "repairer": PartEntry(repairer, "repairer" if repairer == "inpainter" else None, {}),
+        "repairer": PartEntry(repairer, "repairer" if repairer == "inpainter" else None, options),
         "proposer": proposing,
     }
     return parts | ({"ranker": PartEntry("ranker", "ranker", {})} if ranker else {})

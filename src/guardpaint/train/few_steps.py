@@ -1,4 +1,5 @@
-"""Distil an inpainter into few steps without guidance cost: one LoRA whose n-th step does what the teacher needs many for.
+"""Distil an inpainter into few steps without guidance cost: each step of its LoRA does the work of several of the
+teacher's.
 
 guardpaint train mini-inpaint-few --set pairs=runs/pairs --out runs/mini-inpaint-few
 
@@ -11,26 +12,30 @@ the LoRA lies on, switched off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from guardpaint.bases import load_inpainter
 from guardpaint.draft.denoiser import Denoiser
-from guardpaint.draft.loading import fuse
+from guardpaint.draft.loading import LORA, fuse
 from guardpaint.draft.schedule import level_at
 from guardpaint.errors import BadConfig
 from guardpaint.repair.ladder import DEPTHS, count_steps, own_ladder
+from guardpaint.store.checkpoint import write_atomic
 from guardpaint.store.seeds import derive
 from guardpaint.train.alignment_config import ATTENTION, CONVOLUTIONS, INPUT
 from guardpaint.train.engine import Run, TrainConfig, finished, fit, load_config, processes, write_card
 from guardpaint.train.latents import tokenise
 from guardpaint.train.pair_latents import PairLatents, load_pairs
+from guardpaint.train.stack import stacked
 from guardpaint.types import Level
 
 ADAPTER = "few"
@@ -129,7 +134,7 @@ class Distiller(nn.Module):
         """The latents after the student's first steps."""
         z, ladder = self.start(batch), self.ladder(batch.depth)
         student, extra = self.denoiser(batch.ids, guided=False), torch.cat([batch.mask, batch.masked], 1)
-        for here, there in zip(ladder[:steps], ladder[1 : steps + 1], strict=True):
+        for here, there in pairwise(ladder[: steps + 1]):
             x0, eps = student.estimate(z, here, extra=extra)
             z = there.signal * x0 + there.sigma * eps
         return z
@@ -188,9 +193,7 @@ def batch_of(pairs: PairLatents, step: int, config: FewStepsConfig, train: Train
     depth, taken = turns[int(torch.randint(len(turns), (), generator=g))]
     rows = torch.randint(len(pairs), (train.batch_size,), generator=g)
     eps = torch.randn((len(rows), *pairs.source.shape[1:]), generator=g)
-    return FewStepsBatch(
-        pairs.source[rows], pairs.mask[rows], pairs.masked[rows], pairs.ids[rows], eps, depth, taken
-    )
+    return FewStepsBatch(pairs.source[rows], pairs.mask[rows], pairs.masked[rows], pairs.ids[rows], eps, depth, taken)
 
 
 @dataclass(frozen=True)
@@ -212,11 +215,13 @@ class Watch:
         p, g = self.pairs, torch.Generator().manual_seed(depth)
         eps = torch.randn((len(rows), *p.source.shape[1:]), generator=g)
         device = next(model.parameters()).device
-        tensors = [t.to(device) for t in (p.source[rows], p.mask[rows], p.masked[rows], p.ids[rows], eps)]
-        batch = FewStepsBatch(*tensors, depth=depth, step=0)
+        z0, mask, masked, ids, eps = (
+            t.to(device) for t in (p.source[rows], p.mask[rows], p.masked[rows], p.ids[rows], eps)
+        )
+        batch = FewStepsBatch(z0, mask, masked, ids, eps, depth=depth, step=0)
         own = model.walked(batch, len(model.ladder(depth)) - 1)
         then, ladder = model.start(batch), model.ladder(depth)
-        for here, there in zip(ladder, ladder[1:], strict=False):
+        for here, there in pairwise(ladder):
             then = model.taught(then, batch, here, there)
         inside = batch.mask.expand_as(own) > 0
         return float(((own - then)[inside] ** 2).mean() / then[inside].var())
@@ -236,20 +241,19 @@ def run(run: Run, inpainter: str, pairs_dir: Path, lora: Path | None = None) -> 
     train, held_out = (load_pairs(pairs_dir, split, pipe.vae) for split in ("train", "validation"))
     model = Distiller(pipe, shape, config.seed)
 
-    def losses(net: nn.Module, batch: FewStepsBatch) -> Mapping[str, Tensor]:
+    def losses(net: nn.Module, batch: FewStepsBatch) -> dict[str, Tensor]:
         values: dict[str, Tensor] = net(batch)
         return {**{f"error_{k}": values["loss"].new_full((), float("nan")) for k in range(shape.evaluations)}, **values}
 
-    fitted = fit(
-        model, lambda step: batch_of(train, step, shape, config), losses, config, run, validate=Watch(held_out)
-    )  # type: ignore[arg-type]
+    batches = partial(batch_of, train, config=shape, train=config)
+    fitted = fit(model, batches, losses, config, run, validate=Watch(held_out))
     if not state.is_main_process:
         return
     note = finished(run.out, config)
     if note is None:
         return
     assert isinstance(fitted, Distiller)
-    save_lora(fitted, run.out / "model")
+    save_lora(fitted, run.out / "model", lora)
     gaps = Watch(held_out)(fitted)
     write_card(
         run.out,
@@ -262,10 +266,17 @@ def run(run: Run, inpainter: str, pairs_dir: Path, lora: Path | None = None) -> 
     print(f"saved to {run.out / 'model'}; difference from the teacher: {-gaps['score']:.3f} of the latents' variance")
 
 
-def save_lora(model: Distiller, folder: Path) -> None:
-    """Write the LoRA in half precision, as diffusers loads it."""
+WHOLE = "whole"
+"""Folder beside a run's LoRA with the same LoRA and the one it was trained on top of, joined."""
+
+
+def save_lora(model: Distiller, folder: Path, below: Path | None = None) -> None:
+    """Write the LoRA in half precision, as diffusers loads it; with one `below` it, also both joined into one."""
     from peft import get_peft_model_state_dict
 
     layers = get_peft_model_state_dict(model.unet, adapter_name=ADAPTER)
     halves = {name: value.detach().half().cpu().contiguous() for name, value in layers.items()}
     type(model.pipe).save_lora_weights(folder, unet_lora_layers=halves, safe_serialization=True)
+    if below is not None:
+        parts = [{k.removeprefix("unet."): v for k, v in load_file(f / LORA).items()} for f in (below, folder)]
+        write_atomic(folder / WHOLE / LORA, save(stacked(parts)))

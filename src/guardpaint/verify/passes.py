@@ -123,7 +123,11 @@ class Passes:
 
 
 def advance(
-    key: K, work: Work[T], said: tuple[Any, float] | Exception | None, waiting: dict[K, Need], done: dict[K, T | Exception]
+    key: K,
+    work: Work[T],
+    said: tuple[Any, float] | Exception | None,
+    waiting: dict[K, Need],
+    done: dict[K, T | Exception],
 ) -> None:
     """Send a step its answer, or raise the error in it; note what it needs next or how it ended."""
     try:

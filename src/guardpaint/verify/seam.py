@@ -57,7 +57,7 @@ class BackboneSeam:
     @torch.no_grad()
     def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:
         device = self.auditor.device
-        a, b = self.auditor.stages(candidates.to(device)), self.auditor.stages(control[None].to(device))
+        a, b = self.auditor.stages_of(candidates.to(device)), self.auditor.stages_of(control[None].to(device))
         size = (int(control.shape[-2]), int(control.shape[-1]))
         total = spatial_distance(a, b, [None] * len(a), size)
         return total / (2 * len(a))

@@ -26,14 +26,16 @@ from paperdolls.files import ASSETS
 NAMES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
 """The text-to-image bases. The order matters: it decides which seeds the views of a base use."""
 INPAINTER = "mini-inpaint"
-AUDITOR, SAFE_INPAINTER = "mini-auditor", "mini-inpaint-safe"
+AUDITOR, SAFE_INPAINTER, FEW_STEPS = "mini-auditor", "mini-inpaint-safe", "mini-inpaint-few"
 PROPOSER, RANKER = "mini-proposer", "mini-ranker"
 GUARD = ASSETS / "guard"
 """Folder of the default guard: its policy, its settings and links to its components."""
+FAST_GUARD = ASSETS / "guard-fast"
+"""Folder of the guard with cheap repairs: the default one's parts, but for the LoRA of its inpainter."""
 TINY = {"sd": "tiny4", "sdxl": "tiny4", "sd3": "tiny16", "flux": "tiny4"}
 """The tiny decoder of each family's latent space."""
 INDEX = "model_index.json"
-PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER}
+PARENT = {"mini-sd3-turbo": "mini-sd3", SAFE_INPAINTER: INPAINTER, FEW_STEPS: INPAINTER}
 """Models that are a LoRA, and the model that each of them is applied to."""
 
 
@@ -79,6 +81,11 @@ mini_inpaint = MiniBase(INPAINTER, inpaints=True)
 def guard_folder() -> Path:
     """Folder of the embedded guard."""
     return GUARD
+
+
+def fast_guard_folder() -> Path:
+    """Folder of the embedded guard with cheap repairs."""
+    return FAST_GUARD
 
 
 def same(a: Path, b: Path) -> bool:
@@ -224,12 +231,33 @@ def assemble_guard(
     return guard
 
 
+FEW = {"steps": 4, "guidance": 1.0}
+"""How the distilled inpainter is sampled."""
+
+
+def assemble_fast_guard(changes: dict[str, Any], assets: Path = ASSETS) -> Path:
+    """Write the guard with cheap repairs from the default one, with the distilled LoRA and some settings changed."""
+    guard, fast = assets / GUARD.name, assets / FAST_GUARD.name
+    if not (assets / FEW_STEPS / LORA).exists():
+        raise BadInput(f"the fast guard needs {assets / FEW_STEPS}; train {FEW_STEPS} and copy its model there")
+    if fast.exists():
+        shutil.rmtree(fast)
+    shutil.copytree(guard, fast, symlinks=True)
+    lora = fast / "repairer" / LORA
+    lora.unlink()
+    lora.symlink_to(f"../../{FEW_STEPS}/{LORA}")
+    manifest = read_json(guard / "guardpaint.json")
+    config = {**manifest["config"], **changes}
+    write_json(fast / "guardpaint.json", {**manifest, "config": config, "repairer_options": FEW})
+    return fast
+
+
 def megabytes(assets: Path = ASSETS) -> float:
     """Size of all files in the assets, in megabytes; what is behind a link counts once."""
     return sum(p.stat().st_size for p in assets.rglob("*") if p.is_file() and not linked_to(p, assets)) / 1e6
 
 
-GUARD_PARTS = (GUARD.name, AUDITOR, SAFE_INPAINTER, PROPOSER, RANKER)
+GUARD_PARTS = (GUARD.name, FAST_GUARD.name, AUDITOR, SAFE_INPAINTER, FEW_STEPS, PROPOSER, RANKER)
 """Assets of the guard; all others belong to the world."""
 
 

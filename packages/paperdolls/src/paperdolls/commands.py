@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -138,3 +138,19 @@ def world_guard(
     GuardConfig.from_dict(settings)
     fixed = read_json(knobs)["knobs"] if knobs else None
     typer.echo(str(bases.assemble_guard(settings, proposer=proposer, knobs=fixed)))
+
+
+@app.command("fast-guard")
+def world_fast_guard(
+    waves: Annotated[str, typer.Option(help="Sizes of the first waves, such as 1 or 1+2.")] = "1",
+    wave_safety: Annotated[
+        float, typer.Option(help="S from which on a first candidate is good enough (`guardpaint calibrate-waves`).")
+    ] = 0.9,
+) -> None:
+    """Assemble the guard with cheap repairs from the default one and the distilled inpainter."""
+    from guardpaint.config import GuardConfig
+    from paperdolls import bases
+
+    changes: dict[str, Any] = {"waves": waves, "wave_safety": wave_safety, "regions_together": "on"}
+    GuardConfig(**changes)
+    typer.echo(str(bases.assemble_fast_guard(changes)))
