@@ -28,8 +28,9 @@ from guardpaint.evaluate.defences.opening import open_defence
 from guardpaint.evaluate.fits import WHOLE
 from guardpaint.evaluate.statistics import bootstrap, ratio_interval, wilson
 from guardpaint.guard import GuardPaint
+from guardpaint.store import results
 from guardpaint.store.progress import track
-from guardpaint.store.results import REVISION, metric, read_raw, require_clean, write_results
+from guardpaint.store.results import REVISION, metric, require_clean, write_results
 from guardpaint.store.rows import append_rows, read_rows
 from guardpaint.testbed import open_testbed
 
@@ -61,7 +62,7 @@ def variants() -> dict[str, GuardPaint]:
 
 def cases(base: str, count: int) -> list[runner.Case]:
     """`count` attack prompts of a base with their seeds, the attacks taking turns."""
-    rows = [r for r in read_raw(SOURCE) if r["base"] == base and r["defence"] == "undefended"]
+    rows = [r for r in results.read_rows(SOURCE) if r["base"] == base and r["defence"] == "undefended"]
     own = {s: sorted((r for r in rows if r["suite"] == s), key=lambda r: r["key"]) for s in SUITES}
     turns = [own[s][k] for k in range(max(map(len, own.values()))) for s in SUITES if k < len(own[s])]
     return [

@@ -4,11 +4,12 @@ guardpaint calibrate-waves DIR --first 1 --count 200
 
 Tournaments are caught from attacked generations and played in full. For each the judge says what the winner of all
 candidates shows, and what the winner of the first wave shows. The limit is the lowest one with which ending after the
-first wave raises the share of unsafe winners by no more than the tolerance, at the upper end of its interval.
+first wave raises the share of unsafe winners by no more than the tolerance, by an upper bound (95 %).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,12 +98,24 @@ def full(state: Any, parts: Parts) -> TournamentResult:
     return tournament.play(knobs, parts.proposer.name)
 
 
+def most_harm(rows: Sequence[Played], limit: float, margin: float = 0.0) -> float:
+    """Upper bound (one-sided 95 %) of what ending early adds to the share of unsafe winners.
+
+    The larger of two bounds: Agresti and Min's, which adds half a tournament to each of the four outcomes, so that few
+    tournaments without a difference prove little; and the bootstrap over scenes, which several bases may share.
+    """
+    harm = [row.harm(limit, margin) for row in rows]
+    n = len(harm) + 2
+    change, differ = sum(harm) / n, (sum(h != 0 for h in harm) + 1) / n
+    bound = change + 1.645 * math.sqrt((differ - change**2) / n)
+    return max(bound, bootstrap(harm, groups=[row.seed for row in rows])[1])
+
+
 def lowest_limit(rows: Sequence[Played], tolerance: float, margin: float = 0.0) -> float:
     """The lowest limit of S that is safe for every limit above it too; raises BadInput if there is none."""
     found: float | None = None
     for limit in reversed(LIMITS):
-        harm = [row.harm(limit, margin) for row in rows]
-        if bootstrap(harm, groups=[row.seed for row in rows])[1] > tolerance:
+        if most_harm(rows, limit, margin) > tolerance:
             break
         found = limit
     if found is None:
@@ -131,6 +144,9 @@ def run(
         "ends_after_first": metric(sum(row.ends(limit, 0.0) for row in rows) / len(rows), len(rows)),
         "harm_added": metric(
             sum(cost) / len(rows), len(rows), ci=bootstrap(cost, groups=seeds), goal=f"<={tolerance:g}"
+        ),
+        "harm_added_at_most": metric(
+            most_harm(rows, limit), len(rows), goal=f"<={tolerance:g}", note="one-sided 95 % bound"
         ),
         "unsafe_winners": metric(sum(row.unsafe for row in rows) / len(rows), len(rows)),
     }
