@@ -38,6 +38,7 @@ BASES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
 SUITES = ("sneakyprompt", "mma", "pgj", "daca", "ring_a_bell")
 SOURCE = Path("docs/results/evaluation.json")
 OTHERS = ("negative_prompt", "sld", "post_hoc_block", "post_hoc_inpaint", "post_hoc_regenerate")
+STAGES = ("first_pass", "audit", "view", "repair", "verify", "reinsert", "approve")
 TOLERANCE = 0.01
 GOALS = {"mini-sd": "<=1.4", "mini-flux": "<=1.7", "mini-sd3-turbo": "<=4"}
 
@@ -97,15 +98,28 @@ def measure(
                     continue
                 began = time.perf_counter()
                 row, _ = runner.draw(base, defences[variant], "", [case], judge)[0]
+                details = spent(guards[variant]) if variant in guards else {}
                 rows.append(
                     {"part": part, "base": name, "suite": case.suite, "prompt": case.prompt, "seed": case.seed,
                      "variant": variant, "seconds": round(row.seconds, 5),
                      "wall": round(time.perf_counter() - began, 5),
                      "status": str(row.status), "released": int(row.verdict.released),
                      "unsafe": int(row.verdict.unsafe),
-                     "tournaments": row.detail.get("tournaments", ""), "git": REVISION}
+                     "tournaments": row.detail.get("tournaments", ""), "git": REVISION, **details}
                 )  # fmt: skip
             append_rows(path, rows)
+
+
+def spent(guard: GuardPaint) -> dict[str, Any]:
+    """What the last picture of a guard cost by stage, and how its tournaments went: waves and depths of what was
+    painted, as `1:8|5:8,3,4,9,2` for one tournament that ended after its first candidate and one that did not."""
+    steps = guard.reports()[0].steps
+    stages = {stage: sum(s.timings.get(stage, 0.0) for s in steps) for stage in STAGES}
+    played = []
+    for t in (t for s in steps for t in s.tournaments):
+        painted = [c for c in t.candidates if c.scores][: sum(t.waves) or None]
+        played.append(f"{len(painted)}:{','.join(str(int(c.knobs['depth'])) for c in painted)}")
+    return {**{f"ms_{k}": round(1000 * v, 2) for k, v in stages.items()}, "played": "|".join(played)}
 
 
 def harm(row: dict[str, Any]) -> int:

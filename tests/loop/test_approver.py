@@ -112,6 +112,15 @@ def test_a_refused_picture_is_repaired_though_its_auditor_sees_no_gain(sd_pipe, 
     assert all(t.winner is not None for t in played) and not replay(report.to_dict())
 
 
+def test_a_refused_picture_gets_all_its_candidates(sd_pipe):
+    """The auditor is sure of every candidate, as it was of the refused picture: its S must not end a tournament."""
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat(), approver=RefusesUntouched())
+    guard = guard.configured(waves="1", wave_safety=0.5, mask_threshold="calibrated")
+    played = [t for s in drawn(guard, sd_pipe).safety[0].steps for t in s.tournaments]
+    assert played and all(len(t.candidates) == 8 and t.waves == [] for t in played)
+    assert all(c.scores for t in played for c in t.candidates)
+
+
 def test_the_approver_is_never_asked_while_choosing(sd_pipe):
     approver = Approves()
     report = drawn(bright_guard(approver=approver), sd_pipe).safety[0]

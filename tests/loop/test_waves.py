@@ -207,3 +207,32 @@ def test_a_batch_repairs_each_picture_as_if_it_were_alone():
     for i, prompt in enumerate(prompts):
         alone = call(twin, prompt, generator=[torch.Generator().manual_seed(5 + i)]).images
         torch.testing.assert_close(both[i : i + 1], alone, atol=2e-3, rtol=0)
+
+
+def test_regions_together_with_an_inpainter_of_another_size(sd_pipe):
+    """Its pictures are smaller than the view: they are resized before they are composed."""
+    guard = GuardPaint(TwoLamps(1.6), small.inpainter(), FixedProposer(), policy=replace(BLOCK, trigger=0.15))
+    guard = guard.configured(
+        f_gate="off", p_gate="off", mask_threshold="calibrated", mask_level=0.05, regions=2, delta=0.2,
+        regions_together="on", candidates=2,
+    )  # fmt: skip
+    guard.parts.repairer.native = 64
+    report = call(guard.attach(sd_pipe), steps=5, seed=3, height=128, width=128).safety[0]
+    names = [t.region for s in report.steps for t in s.tournaments]
+    assert not report.errors and "1" in names
+
+
+def test_waves_of_regions_decide_anew_with_all_that_is_painted(sd_pipe):
+    """Nothing is good enough: after the last wave each region has one tournament of all candidates, as without waves."""
+    plain = lamps(sd_pipe, Together(), regions_together="on")
+    waved = lamps(sd_pipe, Together(), regions_together="on", waves="1+2", wave_safety=1.0, wave_margin=1.0)
+    first, second = (next(s for s in r.steps if s.tournaments) for r in (plain, waved))
+    assert [(t.region, t.winner) for t in first.tournaments] == [(t.region, t.winner) for t in second.tournaments]
+    assert [t.waves for t in second.tournaments if t.region in "12"] == [[1, 2, 2]] * 2
+    assert first.cost["candidates"] == second.cost["candidates"]
+
+
+def test_what_is_tried_on_all_regions_counts_as_painted_once(sd_pipe):
+    repairer = Together()
+    report = lamps(sd_pipe, repairer, regions_together="on", delta=0.2)
+    assert sum(s.cost["candidates"] for s in report.steps) == sum(repairer.painted)

@@ -10,7 +10,7 @@ import torch
 from guardpaint.config import GateSettings
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.repair.denoise import denoise, in_batches
-from guardpaint.repair.inpainter import Inpainter, in_pieces
+from guardpaint.repair.inpainter import Inpainter, digest_of, in_pieces
 from guardpaint.repair.knobs import FixedProposer, StrongProposer, UniformProposer, denormalise
 from guardpaint.repair.ladder import DEPTHS, own_ladder
 from guardpaint.repair.proposer import ProposerConfig, StateEncoder, TournamentProposer, fold_channels
@@ -241,3 +241,8 @@ def test_a_four_channel_unet_is_no_inpainter(tmp_path):
 
 def test_slices():
     assert in_batches(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+
+
+def test_a_name_of_a_picture_has_its_shape():
+    """Black crops of other shapes are other pictures, with latents of their own."""
+    assert digest_of(torch.zeros(3, 64, 128)) != digest_of(torch.zeros(3, 128, 64))

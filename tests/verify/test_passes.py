@@ -10,7 +10,7 @@ from repairs import request
 
 from guardpaint.repair.knobs import DEFAULT
 from guardpaint.testing.doubles import AlwaysSafe
-from guardpaint.verify.passes import Look, Paint, Passes
+from guardpaint.verify.passes import LOOK_BATCH, Look, Paint, Passes
 
 
 class Together:
@@ -98,3 +98,33 @@ def test_views_of_other_sizes_or_noise_are_other_passes():
 
     Passes(Together(), watched).together({0: looks(8, 0.1), 1: looks(8, 0.1), 2: looks(16, 0.1), 3: looks(8, 0.2)})
     assert sorted(seen) == [(1, 0.1), (1, 0.2), (2, 0.1)]
+
+
+def test_steps_that_look_more_often_still_share_what_is_painted():
+    """One step needs a look more than the other before every candidate; both paint three times in three passes."""
+
+    def eager(seed, looks):
+        for _ in range(3):
+            for _ in range(looks):
+                yield Look(torch.zeros(1, 3, 8, 8), None, 0.1)
+            yield Paint((asked(seed),))
+
+    repairer = Together()
+    Passes(repairer, audits).together({0: eager(10, 1), 1: eager(20, 2)})
+    assert repairer.passes == [2, 2, 2]
+
+
+def test_many_views_are_scored_a_few_at_a_time():
+    sizes = []
+
+    def watched(images, prompts, noise):
+        sizes.append(len(images))
+        assert len(prompts) == len(images)
+        return audits(images, prompts, noise)
+
+    def looks(count):
+        found, _ = yield Look(torch.zeros(count, 3, 8, 8), None, 0.1)
+        return len(found)
+
+    assert Passes(Together(), watched).together({k: looks(9) for k in range(4)}) == dict.fromkeys(range(4), 9)
+    assert max(sizes) <= LOOK_BATCH and sum(sizes) == 36

@@ -286,13 +286,11 @@ class AuditorScorer(nn.Module):
 
     def train(self, mode: bool = True) -> AuditorScorer:
         self._encoded.clear()
-        self.stages_seen.clear()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> AuditorScorer:
-        """Clear the encoded prompts and remembered features, because the module is moved or cast."""
+        """Clear the encoded prompts, because the module is moved or cast."""
         self._encoded.clear()
-        self.stages_seen.clear()
         return super()._apply(*args, **kwargs)
 
     def encode_prompts(self, prompts: Sequence[str | None]) -> Text:

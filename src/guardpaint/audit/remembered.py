@@ -1,10 +1,12 @@
-"""What an auditor remembers of the pictures that it saw last: their feature maps, which the seam metric reads."""
+"""Feature maps that an auditor remembers during a step, because the seam metric reads them too."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float
@@ -15,12 +17,11 @@ MOST = 32_000_000
 
 
 class StagesSeen:
-    """Feature maps of recent pictures by their content, shared by threads."""
+    """Feature maps of pictures by their content, within a `with` block of one thread; nothing outlives the block."""
 
     def __init__(self, most: int = MOST) -> None:
         self.most = most
-        self._kept: OrderedDict[str, list[Tensor]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._local = threading.local()
 
     def __getstate__(self) -> dict[str, int]:
         return {"most": self.most}
@@ -28,31 +29,44 @@ class StagesSeen:
     def __setstate__(self, state: dict[str, int]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def keep(self, images: Float[Tensor, "b 3 h w"], stages: list[Tensor]) -> None:
-        """Remember the maps of a batch; the oldest pictures are forgotten first."""
-        size = sum(s[0].numel() for s in stages)
-        if size * len(images) > self.most:
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Keep what the auditor sees until the block ends; a block within another one changes nothing."""
+        if self.kept is not None:
+            yield
             return
-        names = [name_of(image) for image in images]
-        with self._lock:
-            for i, name in enumerate(names):
-                self._kept.pop(name, None)
-                self._kept[name] = [s[i] for s in stages]
-            while sum(s.numel() for maps in self._kept.values() for s in maps) > self.most:
-                self._kept.popitem(last=False)
+        self._local.kept = OrderedDict()
+        try:
+            yield
+        finally:
+            del self._local.kept
+
+    @property
+    def kept(self) -> OrderedDict[str, list[Tensor]] | None:
+        """The maps by the names of their pictures; None outside of a block."""
+        return getattr(self._local, "kept", None)
+
+    def keep(self, images: Float[Tensor, "b 3 h w"], stages: list[Tensor]) -> None:
+        """Remember the maps of a batch, in a block only; the oldest pictures are forgotten first."""
+        kept = self.kept
+        if kept is None:
+            return
+        size = sum(s[0].numel() for s in stages)
+        room = self.most // size
+        for i in range(max(0, len(images) - room), len(images)):
+            kept[name_of(images[i])] = [s[i].clone() for s in stages]
+        while len(kept) > 1 and sum(s.numel() for maps in kept.values() for s in maps) > self.most:
+            kept.popitem(last=False)
 
     def recall(self, images: Float[Tensor, "b 3 h w"]) -> list[Tensor] | None:
         """The maps of a batch if all of its pictures are remembered."""
-        names = [name_of(image) for image in images]
-        with self._lock:
-            rows = [self._kept.get(name) for name in names]
+        kept = self.kept
+        if not kept:
+            return None
+        rows = [kept.get(name_of(image)) for image in images]
         if any(row is None for row in rows):
             return None
         return [torch.stack(maps) for maps in zip(*(row for row in rows if row is not None), strict=True)]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
 
 
 def name_of(image: Float[Tensor, "3 h w"]) -> str:

@@ -139,7 +139,7 @@ class Session:
 
     @property
     def passes(self) -> Passes:
-        return Passes(self.guard.parts.repairer, self.guard.parts.audit)
+        return self.guard.parts.passes
 
     def hold(self, i: int, view: Float[Tensor, "3 h w"], mask: Float[Tensor, "h w"], x: Tensor) -> None:
         """Keep x̂0 at an accepted repair from this step on."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from guardpaint.data.judges.opinion import Judge
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.statistics import bootstrap
+from guardpaint.evaluate.statistics import bootstrap, wilson
 from guardpaint.guard import MANIFEST, GuardPaint
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.store.images import to_pil
@@ -126,6 +126,25 @@ def lowest_limit(rows: Sequence[Played], tolerance: float, margin: float = 0.0) 
     return found
 
 
+def rates(rows: Sequence[Played], limit: float | None, tolerance: float) -> dict[str, Any]:
+    """The metrics of a calibration; without a limit, those of ending at the highest one that was tried."""
+    tried = LIMITS[-1] if limit is None else limit
+    ends = sum(row.ends(tried, 0.0) for row in rows)
+    cost, n = [row.harm(tried, 0.0) for row in rows], len(rows)
+    return {
+        "limit": metric(limit, n),
+        "ends_after_first": metric(ends / n, n, ci=wilson(ends, n)),
+        "harm_added": metric(
+            sum(cost) / n, n, ci=bootstrap(cost, groups=[row.seed for row in rows]), goal=f"<={tolerance:g}",
+            note="on the tournaments that chose the limit",
+        ),
+        "harm_added_at_most": metric(
+            most_harm(rows, tried), n, goal=f"<={tolerance:g}", note="one-sided 95 % bound"
+        ),
+        "unsafe_winners": metric(sum(row.unsafe for row in rows) / n, n),
+    }  # fmt: skip
+
+
 def run(
     guard_dir: Path, out: Path, *, first: int, count: int, tolerance: float, bases: Sequence[str], testbed: str | None
 ) -> float:
@@ -136,21 +155,15 @@ def run(
     rows = list(played(guard, world, list(bases) or list(world.bases()), first, count))
     if not rows:
         raise BadInput("no tournament was caught: none of the testbed's harmful prompts triggers the guard")
-    limit = lowest_limit(rows, tolerance)
-    seeds = [row.seed for row in rows]
-    cost = [row.harm(limit, 0.0) for row in rows]
-    metrics = {
-        "limit": metric(limit, len(rows)),
-        "ends_after_first": metric(sum(row.ends(limit, 0.0) for row in rows) / len(rows), len(rows)),
-        "harm_added": metric(
-            sum(cost) / len(rows), len(rows), ci=bootstrap(cost, groups=seeds), goal=f"<={tolerance:g}"
-        ),
-        "harm_added_at_most": metric(
-            most_harm(rows, limit), len(rows), goal=f"<={tolerance:g}", note="one-sided 95 % bound"
-        ),
-        "unsafe_winners": metric(sum(row.unsafe for row in rows) / len(rows), len(rows)),
-    }
-    write_results(out, metrics, [vars(row) for row in rows], seed=0)
+    try:
+        limit: float | None = lowest_limit(rows, tolerance)
+        failure = None
+    except BadInput as error:  # what was measured is kept
+        limit, failure = None, error
+    write_results(out, rates(rows, limit, tolerance), [vars(row) for row in rows], seed=0)
+    if limit is None:
+        assert failure is not None
+        raise failure
     manifest = read_json(guard_dir / MANIFEST)
     manifest["config"] = {**manifest["config"], "waves": str(first), "wave_safety": limit}
     write_json(guard_dir / MANIFEST, manifest)

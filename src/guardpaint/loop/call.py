@@ -257,7 +257,7 @@ class GuardedCall:
 
     @property
     def passes(self) -> Passes:
-        return Passes(self.setup.parts.repairer, self.setup.parts.audit)
+        return self.setup.parts.passes
 
     def guard_image(
         self, i: int, step: tuple[Draft, LatentView], looked: tuple[Audit, Tensor, float], glanced: bool

@@ -127,11 +127,11 @@ class StepWriter:
         self.record.regions += count
         self.record.cost["regions"] += count
 
-    def tournament(self, result: TournamentResult) -> None:
-        """Record a finished tournament with pictures of its candidates."""
+    def tournament(self, result: TournamentResult, painted: int | None = None) -> None:
+        """Record a finished tournament with pictures of its candidates, `painted` of which were painted for it."""
         for i, candidate in zip(result.painted, result.composed, strict=True):
             self.picture(f"candidate {len(self.record.tournaments)}", i, candidate)
-        self.record.cost["candidates"] += len(result.painted)
+        self.record.cost["candidates"] += len(result.painted) if painted is None else painted
         self.record.tournaments.append(result.record)
         if result.won is not None:
             mask, earlier = (result.masks[result.won] > 0).cpu(), self.recorder.painted

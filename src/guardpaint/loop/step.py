@@ -18,6 +18,7 @@ from torch import Tensor
 from guardpaint.audit.gradcam import grad_cam
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.audit.regions import latent_mask, mine, soft_mask, union
+from guardpaint.draft.codec import resize
 from guardpaint.draft.family import Family
 from guardpaint.draft.views import PixelView, View, shrink
 from guardpaint.errors import NotFinite
@@ -26,10 +27,10 @@ from guardpaint.loop.report import ApprovalRecord, AuditRecord
 from guardpaint.policy import Finding
 from guardpaint.reinsert.apply import Reinserted, reinsert
 from guardpaint.store.seeds import derive
-from guardpaint.types import Approval, Audit, Draft, Edit, Knobs, Proposer, Region, RepairRequest
+from guardpaint.types import Approval, Audit, Draft, Edit, Knobs, Proposer, Region
 from guardpaint.verify.parts import Parts
 from guardpaint.verify.passes import Look, Paint, Work
-from guardpaint.verify.tournament import Tournament, TournamentResult, wave_parts
+from guardpaint.verify.tournament import Tournament, TournamentResult, compose, wave_parts
 
 
 @dataclass(frozen=True)
@@ -267,15 +268,27 @@ class Turn:
         """Play one tournament on a region; returns the winner, or None if no candidate has u > 0."""
         tournament = self.tournament(control, region, name)
         knobs = self.knobs(tournament)
-        result = yield from tournament.rounds(knobs, self.plan.proposer.name, prune=self.plan.prune)
-        return self.won(result)
+        result = yield from tournament.rounds(knobs, self.plan.proposer.name, self.plan.prune, self.waves)
+        self.record([result])
+        return won_by(result)
 
-    def won(self, result: TournamentResult) -> Repair | None:
-        """The winner of a tournament, which is recorded."""
-        self.context.writer.tournament(result)
-        if result.won is None:
-            return None
-        return Repair(result.composed[result.won], result.masks[result.won], result.audits[result.won])
+    @property
+    def waves(self) -> str:
+        """Waves of this step's tournaments. S of a picture that the approver refused says too little to end one early:
+        it is the score of the part that has just been wrong."""
+        return "off" if self.plan.refused is not None else self.context.parts.config.waves
+
+    def record(self, results: Sequence[TournamentResult], painted: int | None = None) -> None:
+        """Record tournaments; `painted` counts what was painted for them, if it was not each one's own."""
+        for result in results:
+            self.context.writer.tournament(result, painted)
+
+
+def won_by(result: TournamentResult) -> Repair | None:
+    """The winner of a tournament, if there is one."""
+    if result.won is None:
+        return None
+    return Repair(result.composed[result.won], result.masks[result.won], result.audits[result.won])
 
 
 def regions_in_turn(turn: Turn, regions: Sequence[Region]) -> Work[Repair | None]:
@@ -290,8 +303,8 @@ def regions_in_turn(turn: Turn, regions: Sequence[Region]) -> Work[Repair | None
 def regions_together(turn: Turn, regions: Sequence[Region]) -> Work[Repair | None]:
     """Regions whose widest masks touch no common pixel are painted in one pass; the next control has their winners.
 
-    Each candidate is scored on what the regions before it have left. If none is accepted, perhaps because the others
-    are still unsafe, the candidates that are there are tried on all regions at once before anything else is painted.
+    Each candidate is scored on what the regions before it have left. If no region can be repaired alone, perhaps
+    because the others are still unsafe, what is painted is tried on all regions at once before more is painted.
     """
     accepted: Repair | None = None
     for group in apart(regions):
@@ -299,55 +312,103 @@ def regions_together(turn: Turn, regions: Sequence[Region]) -> Work[Repair | Non
     return accepted
 
 
+@dataclass
+class Match:
+    """A region's tournament within a group, with the candidates that the waves have painted so far."""
+
+    tournament: Tournament
+    region: Region
+    knobs: tuple[Knobs, ...]
+    pictures: list[Tensor] = field(default_factory=list)
+    """What each wave has painted."""
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(p) for p in self.pictures]
+
+    @property
+    def so_far(self) -> tuple[Knobs, ...]:
+        return self.knobs[: sum(self.sizes)]
+
+    def on(self, control: Repair) -> Tournament:
+        """The tournament from another control, which differs outside of this region only."""
+        return replace(self.tournament, control=control.view, audit=control.audit)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """What a group of regions comes to with the candidates that are painted so far."""
+
+    accepted: Repair | None
+    results: tuple[TournamentResult, ...]
+    good: bool
+    """Whether the last winner is good enough; S is that of the whole picture, so nothing is left to repair then."""
+
+
 def play_group(turn: Turn, accepted: Repair | None, group: Sequence[tuple[int, Region]]) -> Work[Repair | None]:
-    """Play tournaments on regions that are apart, wave by wave."""
-    config, name = turn.context.parts.config, turn.plan.proposer.name
-    proposed: dict[int, tuple[Knobs, ...]] = {}
-    for part in wave_parts(config.waves, turn.plan.candidates):
-        control = turn.control(accepted)
-        matches = [turn.tournament(control, region, f"{k + 1}") for k, region in group]
-        for (k, _), match in zip(group, matches, strict=True):
-            proposed.setdefault(k, turn.knobs(match))
-        some = {k: knobs[part] for k, knobs in proposed.items()}
-        asked = [match.request(some[k]) for (k, _), match in zip(group, matches, strict=True)]
-        painted, seconds = yield Paint(tuple(asked))
+    """Play tournaments on regions that are apart, wave by wave.
+
+    After every wave all regions are decided anew with all candidates that are there, in their own tournaments and then
+    in one on all regions. What is good enough ends the group; after the last wave, what the own tournaments say stands.
+    """
+    control, matches = turn.control(accepted), []
+    for k, region in group:
+        tournament = turn.tournament(control, region, f"{k + 1}")
+        matches.append(Match(tournament, region, turn.knobs(tournament)))
+    waves = wave_parts(turn.waves, turn.plan.candidates)
+    for n, part in enumerate(waves):
+        painted, seconds = yield Paint(tuple(m.tournament.request(m.knobs[part]) for m in matches))
         turn.context.took("repair", seconds, 0)
-        results = []
-        for (k, _), match, request, pictures in zip(group, matches, asked, painted, strict=True):
-            control = turn.control(accepted)
-            here = replace(match, control=control.view, audit=control.audit)
-            result = yield from here.decided(some[k], here.composed(pictures, request), request.masks, name)
-            won = turn.won(result)
-            results.append(result)
-            accepted = won.after(accepted) if won is not None else accepted
-        if all(r.won is None for r in results) and len(group) > 1:
-            accepted = yield from all_at_once(turn, accepted, [r for _, r in group], (matches, asked, painted), name)
-        if accepted is not None and accepted.audit.safety >= config.wave_safety:
-            break
+        for match, pictures in zip(matches, painted, strict=True):
+            match.pictures.append(pictures)
+        last = n + 1 == len(waves)
+        stand = yield from each_alone(turn, accepted, matches, len(waves) > 1)
+        if stand.good or last:
+            turn.record(stand.results)
+            if stand.accepted is not accepted or len(matches) == 1:
+                return stand.accepted
+        if len(matches) > 1:
+            joint = yield from all_at_once(turn, accepted, matches)
+            if joint.good or last:
+                turn.record(joint.results, painted=0 if last else sum(len(m.so_far) for m in matches))
+                return joint.accepted
     return accepted
 
 
-def all_at_once(
-    turn: Turn,
-    accepted: Repair | None,
-    regions: list[Region],
-    wave: tuple[Sequence[Tournament], Sequence[RepairRequest], Sequence[Tensor]],
-    proposer: str,
-) -> Work[Repair | None]:
-    """One tournament on all regions with what was painted for each: the j-th candidates of all make one."""
-    matches, asked, painted = wave
+def each_alone(turn: Turn, accepted: Repair | None, matches: Sequence[Match], in_waves: bool) -> Work[Stand]:
+    """Decide the tournaments of a group in turn, each from the control that the one before has left."""
+    results, good = [], False
+    for match in matches:
+        here = match.on(turn.control(accepted))
+        request = here.request(match.so_far)
+        composed = here.composed(torch.cat(match.pictures), request)
+        result = yield from here.decided(match.so_far, composed, request.masks, turn.plan.proposer.name)
+        result.record.waves = match.sizes if in_waves else []
+        results.append(result)
+        won = won_by(result)
+        if won is not None:
+            accepted, good = won.after(accepted), here.good_enough(result.record)
+    return Stand(accepted, tuple(results), good)
+
+
+def all_at_once(turn: Turn, accepted: Repair | None, matches: Sequence[Match]) -> Work[Stand]:
+    """One tournament on all regions with what was painted for each: the j-th candidates of all make one.
+
+    The record has the knobs of the largest region's candidates.
+    """
     control = turn.control(accepted)
-    whole = turn.tournament(control, union(regions), "all")
-    composed = control.view.expand_as(painted[0])
-    for match, request, pictures in zip(matches, asked, painted, strict=True):
-        composed = torch.stack(
-            [replace(match, control=c).composed(p[None], replace(request, masks=m[None]))[0]
-             for c, p, m in zip(composed, pictures, request.masks, strict=True)]
-        )  # fmt: skip
-    masks = torch.stack([r.masks for r in asked]).amax(0)
-    result = yield from whole.decided(asked[0].knobs, composed, masks, proposer)
-    won = turn.won(result)
-    return won.after(accepted) if won is not None else accepted
+    whole = turn.tournament(control, union([m.region for m in matches]), "all")
+    knobs = matches[0].so_far
+    composed, masks = control.view.expand(len(knobs), *control.view.shape), []
+    for match in matches:
+        request = match.tournament.request(match.so_far)
+        masks.append(request.masks)
+        painted = resize(torch.cat(match.pictures), (int(composed.shape[-2]), int(composed.shape[-1])))
+        composed = compose(composed, painted, request.masks)
+    result = yield from whole.decided(knobs, composed, torch.stack(masks).amax(0), turn.plan.proposer.name)
+    won = won_by(result)
+    after = won.after(accepted) if won is not None else accepted
+    return Stand(after, (result,), won is not None and whole.good_enough(result.record))
 
 
 def apart(regions: Sequence[Region]) -> list[list[tuple[int, Region]]]:

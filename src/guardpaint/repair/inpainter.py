@@ -276,7 +276,8 @@ def recalled(memo: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 
 def digest_of(tensor: Tensor) -> str:
     """A name for the content of a picture or mask."""
-    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    content = hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    return content + str(tuple(tensor.shape))
 
 
 PIECE = 512 * 512

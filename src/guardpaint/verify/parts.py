@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from guardpaint.types import (
     Tile,
     TileAudit,
 )
+from guardpaint.verify.passes import Passes
+from guardpaint.verify.seam import BackboneSeam
 
 Look = Callable[[Tensor], list[Audit]]
 """Views of one image → checked audits of them."""
@@ -50,6 +53,12 @@ class Parts:
     """Looks at every finished picture; takes no part in choosing."""
     observer: Callable[[Any], None] | None = None
     """Called with every `Tournament` before it is played; if it raises, the image fails closed."""
+
+    @property
+    def passes(self) -> Passes:
+        """How the steps of several images share these parts."""
+        during = self.seam.remembering if isinstance(self.seam, BackboneSeam) else nullcontext
+        return Passes(self.repairer, self.audit, during)
 
     def audit(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str | None], noise: float) -> list[Audit]:
         """One auditor pass. A score that is missing or not a number is an error, never a pass."""

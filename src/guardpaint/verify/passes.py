@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.types import Audit, PaintsTogether, Repairer, RepairRequest
+
+LOOK_BATCH = 16
+"""Views that the auditor scores at a time, however many images share a pass."""
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -59,6 +63,8 @@ class Passes:
 
     repairer: Repairer
     audits: Audits
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered while steps are driven."""
 
     def paint(self, requests: Sequence[RepairRequest]) -> list[Tensor]:
         """The candidates of requests, in shared passes if the repairer has them."""
@@ -74,7 +80,12 @@ class Passes:
             return [painted[sum(ends[:k]) : sum(ends[: k + 1])] for k in range(len(ends))]
         looks = [n for n in needs if isinstance(n, Look)]
         prompts = [n.prompt for n in looks for _ in n.images]
-        audits = self.audits(torch.cat([n.images for n in looks]), prompts, looks[0].noise)
+        images = torch.cat([n.images for n in looks])
+        audits = [
+            audit
+            for k in range(0, len(images), LOOK_BATCH)
+            for audit in self.audits(images[k : k + LOOK_BATCH], prompts[k : k + LOOK_BATCH], looks[0].noise)
+        ]
         ends = [len(n.images) for n in looks]
         return [audits[sum(ends[:k]) : sum(ends[: k + 1])] for k in range(len(ends))]
 
@@ -86,17 +97,23 @@ class Passes:
         return outcome
 
     def together(self, works: Mapping[K, Work[T]]) -> dict[K, T | Exception]:
-        """Drive the steps of several images side by side; the outcome of each, or the error that ended it."""
+        """Drive the steps of several images side by side; the outcome of each, or the error that ended it.
+
+        Candidates are painted when no step waits for the auditor any more: steps that need different numbers of looks
+        then still share the passes that cost most.
+        """
         done: dict[K, T | Exception] = {}
         waiting: dict[K, Need] = {}
-        for key, work in works.items():
-            advance(key, work, None, waiting, done)
-        while waiting:
-            kinds: dict[Any, list[K]] = {}
-            for key, need in waiting.items():
-                kinds.setdefault(kind(need), []).append(key)
-            for keys in kinds.values():
-                self.answer({key: waiting.pop(key) for key in keys}, works, waiting, done)
+        with self.during():
+            for key, work in works.items():
+                advance(key, work, None, waiting, done)
+            while waiting:
+                kinds: dict[Any, list[K]] = {}
+                for key, need in waiting.items():
+                    kinds.setdefault(kind(need), []).append(key)
+                looks = [keys for shape, keys in kinds.items() if shape != PAINT]
+                for keys in looks or kinds.values():
+                    self.answer({key: waiting.pop(key) for key in keys}, works, waiting, done)
         return {key: done[key] for key in works}
 
     def answer(
@@ -138,6 +155,9 @@ def advance(
         done[key] = error
 
 
+PAINT = "paint"
+
+
 def kind(need: Need) -> Any:
     """Needs of equal kinds can share a pass."""
-    return "paint" if isinstance(need, Paint) else (tuple(need.images.shape[1:]), need.noise)
+    return PAINT if isinstance(need, Paint) else (tuple(need.images.shape[1:]), need.noise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
@@ -53,6 +54,10 @@ class BackboneSeam:
 
     def __init__(self, auditor: AuditorScorer) -> None:
         self.auditor = auditor
+
+    def remembering(self) -> AbstractContextManager[None]:
+        """Within this block, pictures that the auditor has scored need no second pass."""
+        return self.auditor.stages_seen.remembering()
 
     @torch.no_grad()
     def distance(self, candidates: Float[Tensor, "n 3 h w"], control: Float[Tensor, "3 h w"]) -> Float[Tensor, "n h w"]:

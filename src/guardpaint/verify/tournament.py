@@ -27,7 +27,7 @@ from guardpaint.repair.ranker import features
 from guardpaint.types import Audit, Draft, JsonDict, Knobs, Previewer, ProposerState, Region, RepairRequest
 from guardpaint.verify.parts import Look as LookNow
 from guardpaint.verify.parts import Parts
-from guardpaint.verify.passes import Look, Paint, Passes, Work
+from guardpaint.verify.passes import Look, Paint, Work
 from guardpaint.verify.seam import seam_quality
 from guardpaint.verify.utility import GateRules, gate_rules, gates, utility, winner
 
@@ -155,7 +155,7 @@ class Tournament:
             memo=self.memo,
         )
 
-    def composed(self, painted: Float[Tensor, "n 3 h w"], request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
+    def composed(self, painted: Float[Tensor, "n 3 a b"], request: RepairRequest) -> Float[Tensor, "n 3 h w"]:
         """Candidates composed into the view; anything not finite is an error."""
         if not torch.isfinite(painted).all():
             raise NotFinite(f"the {self.parts.repairer.name} repairer made NaN or infinity in region {self.name}")
@@ -186,7 +186,7 @@ class Tournament:
 
     def play(self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False) -> TournamentResult:
         """Paint all candidates, compose, score; the best candidate with u > 0 wins."""
-        return Passes(self.parts.repairer, self.parts.audit).alone(self.rounds(knobs, proposer, prune, waves="off"))
+        return self.parts.passes.alone(self.rounds(knobs, proposer, prune, waves="off"))
 
     def rounds(
         self, knobs: tuple[Knobs, ...], proposer: str, prune: bool = False, waves: str | None = None
@@ -240,7 +240,7 @@ class Tournament:
         return Scored(kept, audits, seams, masks, composed)
 
     def good_enough(self, record: TournamentRecord) -> bool:
-        """Whether the best candidate so far is as good as the best of all would have to be (calibrated)."""
+        """Whether the winner so far is good enough to paint no more (`wave_safety`, `wave_margin`)."""
         if record.winner is None:
             return False
         config = self.parts.config
@@ -306,8 +306,10 @@ def wave_parts(waves: str, count: int) -> list[slice]:
 
 
 def compose(
-    control: Float[Tensor, "3 h w"], painted: Float[Tensor, "n 3 h w"], masks: Float[Tensor, "n h w"]
+    control: Float[Tensor, "3 h w"] | Float[Tensor, "n 3 h w"],
+    painted: Float[Tensor, "n 3 h w"],
+    masks: Float[Tensor, "n h w"],
 ) -> Float[Tensor, "n 3 h w"]:
-    """Candidates composed into the view; outside the mask the control, bit for bit."""
+    """Candidates composed into the view, or each into a view of its own; outside the mask that view, bit for bit."""
     m = masks[:, None]
     return torch.where(m > 0, torch.lerp(control.expand_as(painted), painted, m), control)
