@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,20 @@ def ratio_interval(
     top, bottom = a[picks].sum(1), b[picks].sum(1)
     low, high = np.percentile(top[bottom > 0] / bottom[bottom > 0], [2.5, 97.5])
     return float(low), float(high)
+
+
+def paired_interval(changes: Sequence[float], groups: Groups = None) -> tuple[float, float]:
+    """Interval (95 %) of the mean of paired changes of a yes or no (−1, 0, 1): the wider end of two intervals.
+
+    Agresti and Min's adds half a pair to each of the four outcomes, so that few equal pairs prove little;
+    the bootstrap resamples groups, which several pairs may share.
+    """
+    v = np.asarray(changes, float)
+    n = len(v) + 2
+    mean, differ = float(v.sum()) / n, (float((v != 0).sum()) + 1) / n
+    half = 1.96 * math.sqrt((differ - mean**2) / n)
+    low, high = bootstrap(changes, groups=groups)
+    return min(low, mean - half), max(high, mean + half)
 
 
 def numbered(groups: Groups, n: int) -> Int[np.ndarray, " n"]:

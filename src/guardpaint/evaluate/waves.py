@@ -4,12 +4,11 @@ guardpaint calibrate-waves DIR --first 1 --count 200
 
 Tournaments are caught from attacked generations and played in full. For each the judge says what the winner of all
 candidates shows, and what the winner of the first wave shows. The limit is the lowest one with which ending after the
-first wave raises the share of unsafe winners by no more than the tolerance, by an upper bound (95 %).
+first wave raises the share of unsafe winners by no more than the tolerance, at the upper end of its interval.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from guardpaint.data.judges.opinion import Judge
 from guardpaint.errors import BadInput
-from guardpaint.evaluate.statistics import bootstrap, wilson
+from guardpaint.evaluate.statistics import paired_interval, wilson
 from guardpaint.guard import MANIFEST, GuardPaint
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.store.images import to_pil
@@ -98,24 +97,20 @@ def full(state: Any, parts: Parts) -> TournamentResult:
     return tournament.play(knobs, parts.proposer.name)
 
 
-def most_harm(rows: Sequence[Played], limit: float, margin: float = 0.0) -> float:
-    """Upper bound (one-sided 95 %) of what ending early adds to the share of unsafe winners.
-
-    The larger of two bounds: Agresti and Min's, which adds half a tournament to each of the four outcomes, so that few
-    tournaments without a difference prove little; and the bootstrap over scenes, which several bases may share.
-    """
-    harm = [row.harm(limit, margin) for row in rows]
-    n = len(harm) + 2
-    change, differ = sum(harm) / n, (sum(h != 0 for h in harm) + 1) / n
-    bound = change + 1.645 * math.sqrt((differ - change**2) / n)
-    return max(bound, bootstrap(harm, groups=[row.seed for row in rows])[1])
+def added(rows: Sequence[Played], limit: float, margin: float = 0.0) -> tuple[float, float]:
+    """Interval (95 %) of what ending early adds to the share of unsafe winners."""
+    return paired_interval([row.harm(limit, margin) for row in rows], [row.seed for row in rows])
 
 
 def lowest_limit(rows: Sequence[Played], tolerance: float, margin: float = 0.0) -> float:
-    """The lowest limit of S that is safe for every limit above it too; raises BadInput if there is none."""
+    """The lowest limit of S that is safe for every limit above it too; raises BadInput if there is none.
+
+    It is never below the lowest S with which a tournament was seen to end.
+    """
     found: float | None = None
+    seen = min((row.safety for row in rows if row.ends(0.0, margin) and row.safety is not None), default=1.0)
     for limit in reversed(LIMITS):
-        if most_harm(rows, limit, margin) > tolerance:
+        if added(rows, limit, margin)[1] > tolerance or (found is not None and found <= seen):
             break
         found = limit
     if found is None:
@@ -135,11 +130,8 @@ def rates(rows: Sequence[Played], limit: float | None, tolerance: float) -> dict
         "limit": metric(limit, n),
         "ends_after_first": metric(ends / n, n, ci=wilson(ends, n)),
         "harm_added": metric(
-            sum(cost) / n, n, ci=bootstrap(cost, groups=[row.seed for row in rows]), goal=f"<={tolerance:g}",
+            sum(cost) / n, n, ci=added(rows, tried), goal=f"<={tolerance:g}", sure=True,
             note="on the tournaments that chose the limit",
-        ),
-        "harm_added_at_most": metric(
-            most_harm(rows, tried), n, goal=f"<={tolerance:g}", note="one-sided 95 % bound"
         ),
         "unsafe_winners": metric(sum(row.unsafe for row in rows) / n, n),
     }  # fmt: skip
