@@ -1,6 +1,6 @@
 """Measure cost ratios of the guard at full SD 1.5 size (512², random weights), in one run on one machine.
 
-    python bench/run.py --out docs/results/bench.json        (about 15 minutes on an idle machine)
+    python bench/run.py --out docs/results/bench.json        (about 25 minutes on an idle machine)
     python bench/run.py --embedded-only --out out/bench.json   (the small models only, a minute)
 
 Absolute seconds depend on the machine; every reported number is a ratio of parts timed side by side.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tournaments
 
 from guardpaint.audit.model import AuditorConfig, AuditorScorer
 from guardpaint.draft.schedule import sd_scheduler
@@ -34,7 +35,7 @@ from guardpaint.testing.doubles import FlagsBright, PaintsFlat
 from guardpaint.types import Audit, Knobs, RepairRequest
 
 STEPS = 50
-MIXED_DEPTHS = (1, 2, 1, 3, 2)
+CALLS = 5
 
 
 class Rows(list):
@@ -142,6 +143,14 @@ def peak_memory(into: dict[str, float], name: str):
     into[name] = read("VmHWM") - before
 
 
+def peak_of(name: str, work: Callable[[], Any]) -> float:
+    """Peak resident memory of some work above the level before it, GiB."""
+    memory: dict[str, float] = {}
+    with peak_memory(memory, name):
+        work()
+    return memory[name]
+
+
 def import_seconds(rows: Rows, repeats: int = 5) -> float:
     """Seconds that `import guardpaint` adds to the start of an interpreter."""
     bare = rows.time("python -c pass", lambda: subprocess.run([sys.executable, "-c", "pass"]), repeats)
@@ -221,10 +230,10 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
     pipe.set_progress_bar_config(disable=True)
 
     latents, words = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 768)
-    step = rows.time("CFG base step", lambda: unet(latents, 500, encoder_hidden_states=words), max(2, repeats - 1))
+    step = rows.time("CFG base step", lambda: unet(latents, 500, encoder_hidden_states=words), max(5, repeats))
     triple = (torch.randn(3, 4, 64, 64), torch.randn(3, 77, 768))
     sld = rows.time("SLD step (third branch)", lambda: unet(triple[0], 500, encoder_hidden_states=triple[1]), 2)
-    decode = rows.time("full VAE decode 512", lambda: vae.decode(latents[:1]), 2)
+    decode = rows.time("full VAE decode 512", lambda: vae.decode(latents[:1]), 5)
     checker, pixels = stock_checker(), torch.randn(1, 3, 224, 224)
     stock = rows.time(
         "stock checker, ViT-L/14 at 224",
@@ -248,13 +257,18 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
     audit_fine = rows.time("audit, whole tiny decode + auditor at 384", lambda: audit(fine), repeats + 5)
     whole = rows.time("whole tiny decode 512", lambda: request.decoder.full(latents[:1]), repeats + 5)
 
-    out = guard.attach(pipe)("a cat", num_inference_steps=2, output_type="pt", generator=torch.Generator())
-    report = out.safety[0]
-    inside = report.steps[0].timings["first_pass"]
-    final = report.steps[-1].timings["audit"]
-    for name, seconds in (("in a real call: audited step", inside), ("in a real call: final verdict", final)):
-        rows.append({"part": name, "run": 0, "seconds": seconds})
-        print(f"{name:42s} {seconds:10.3f} s   (1 run)", flush=True)
+    twin, inside, final = guard.attach(pipe), [], []
+    for run in range(CALLS):
+        out = twin("a cat", num_inference_steps=2, output_type="pt", generator=torch.Generator())
+        audited, last = out.safety[0].steps[0].timings["first_pass"], out.safety[0].steps[-1].timings["audit"]
+        rows += [
+            {"part": "in a real call: audited step", "run": run, "seconds": audited},
+            {"part": "in a real call: final verdict", "run": run, "seconds": last},
+        ]
+        inside.append(audited)
+        final.append(last)
+    benign = statistics.median(inside) + statistics.median(final)
+    print(f"{'in a real call: step and verdict':42s} {benign:10.3f} s   ({CALLS} runs)", flush=True)
     generation = STEPS * step + decode
 
     metrics["benign_audit_vs_step"] = metric(
@@ -269,36 +283,23 @@ def full_size(rows: Rows, metrics: dict[str, Any], repeats: int) -> None:
         goal="<=0.12",
         note="coarse pass and confirmation at 384 px, which takes the whole tiny decode",
     )
-    overhead = (inside + final) / generation
     metrics["benign_overhead_fraction"] = metric(
-        overhead,
-        1,
+        benign / generation,
+        CALLS,
         goal="<=0.003",
         note=f"X = 2, {STEPS} steps: one audited step and the final verdict, from a real call",
     )
     metrics["benign_overhead_vs_stock_checker"] = metric(
-        (inside + final) / stock, 1, goal="<=1.0", note="whole benign overhead against one stock checker pass"
+        benign / stock, CALLS, goal="<=1.0", note="whole benign overhead against one stock checker pass"
     )
     metrics["stock_checker_vs_step"] = metric(stock / step, repeats + 3)
     metrics["sld_overhead_fraction"] = metric(sld / step - 1.0, 2, note="third branch, every step")
-    metrics["full_vae_audit_vs_step"] = metric(decode / step, 2, note="the decode a careless audit would pay")
+    metrics["full_vae_audit_vs_step"] = metric(decode / step, 5, note="the decode a careless audit would pay")
 
     del pipe, unet, request
     gc.collect()
     inpainter = Inpainter(StableDiffusionInpaintPipeline(unet=full_unet(9), scheduler=sd_scheduler(), **shared), taesd)
-    ratios = tournament_ratios(rows, "full size", inpainter, 512, MIXED_DEPTHS, 1)
-    metrics["tournament_n5_vs_n1"] = metric(ratios["n5_vs_n1"], 1, note=f"depths {MIXED_DEPTHS} against one of depth 2")
-    metrics["tournament_batched_vs_sequential"] = metric(ratios["batched_vs_sequential"], 1)
-    metrics["tournament_peak_gib"] = metric(
-        ratios["peak_gib_n5"], 1, note="above the loaded models, N = 5 in one batch"
-    )
-    per_rung = ratios["seconds_n5"] / sum(MIXED_DEPTHS)
-    default_depth = FixedProposer().knobs.depth
-    metrics["tournament_vs_generation"] = metric(
-        5 * default_depth * per_rung / generation,
-        1,
-        note=f"N = 5 at depth {default_depth}, scaled from the mixed-depth run, against {STEPS} steps + decode",
-    )
+    metrics.update(tournaments.measure(rows.time, peak_of, inpainter, generation))
 
 
 @torch.no_grad()

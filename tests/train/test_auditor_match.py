@@ -30,6 +30,7 @@ for gradient in gradients.values():  # the mean that data-parallel training take
     dist.all_reduce(gradient)
     gradient /= dist.get_world_size()
 torch.save({"loss": loss, "gradients": gradients}, f"{sys.argv[2]}/{rank}.pt")
+dist.barrier()  # a process that leaves early takes the connection away from the others
 dist.destroy_process_group()
 """
 

@@ -30,7 +30,7 @@ LARGER = "-128"
 def test_one_config_for_every_model_that_ships():
     assert {name for name in MODELS if not name.endswith(LARGER)} == {
         "vae4", "vae16", "tiny4", "tiny16", "mini-sd", "mini-inpaint", "mini-sdxl", "mini-sd3", "mini-sd3-turbo",
-        "mini-flux", "oracle", "mini-auditor", "mini-inpaint-safe", "mini-proposer", "mini-ranker",
+        "mini-flux", "oracle", "mini-auditor", "mini-inpaint-safe", "mini-inpaint-few", "mini-proposer", "mini-ranker",
     }  # fmt: skip
     assert all((CATALOGUE.shipped(name) is None) == name.endswith(LARGER) for name in MODELS)
     assert {name.removesuffix(LARGER) for name in MODELS if name.endswith(LARGER)} < set(MODELS)
