@@ -100,6 +100,16 @@ CARDS = {
         },
         "inpainter",
     ),
+    "mini-inpaint-few": Card(
+        "LoRA on mini-inpaint: mini-inpaint-safe and a distillation of its guided steps to four without guidance.",
+        "It serves the preset `dolls-fast` only; the guidance knob changes nothing, nor is the proposer trained on it.",
+        "repairs",
+        {
+            "safety.attack_success.fast": "attack success of the guard that uses it",
+            "safety.attack_success.change": "change against the paper's tournaments",
+        },
+        "",
+    ),
     "mini-auditor": Card(
         "The guard's Auditor-Scorer.",
         "It knows paper dolls only. Masks, P, and unfinished pictures of mini-flux and mini-sd3 miss their goals.",
@@ -174,7 +184,8 @@ def reached(name: str, known: Card, card: dict[str, Any]) -> str:
         return f"PSNR against the render {psnr['value']:.3g} dB (n = {psnr['n']}, from its card)."
     metrics = metrics_of(known.component)
     values = "; ".join(f"{meaning} {cell(metrics[key])}" for key, meaning in known.reaches.items())
-    return f"{values} ([results](results.md#{known.section}))."
+    page = f"results.md#{known.section}" if known.section else "performance.md"
+    return f"{values} ([results]({page}))."
 
 
 def model_card(name: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks_page import benchmarks, recipe
 from formatting import ROOT, cell, grid, metric_table, metrics_of, number, path_of, results_of, table
 from redteam_page import red_team
+from repairs_page import repairs
 
 BASES = {name: name for name in ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")}
 SUITES = ("sneakyprompt", "mma", "pgj", "daca", "ring_a_bell")
@@ -24,10 +25,16 @@ COST = {
     "benign_overhead_fraction": "whole benign overhead, X = 2, 50 steps, as a share of the generation",
     "benign_overhead_vs_stock_checker": "whole benign overhead, in passes of the stock safety checker (ViT-L/14)",
     "sld_overhead_fraction": "for comparison: a third guidance branch in every step, as a share of the generation",
-    "tournament_n5_vs_n1": "five candidates of mixed depth, in candidates of mean depth",
-    "tournament_batched_vs_sequential": "five candidates in one batch, against one by one",
-    "tournament_vs_generation": "one tournament (N = 5, depth 8), in 50-step generations (scaled from mixed depths)",
-    "tournament_peak_gib": "peak memory of that batch above the loaded models, GiB",
+    "tournament_paper_vs_generation": "the paper's tournament (N = 5, depth 8, guided), in 50-step generations",
+    "tournament_all_five_vs_generation": "five candidates of the four-step inpainter",
+    "tournament_first_wave_vs_generation": "its first wave (one candidate)",
+    "tournament_vs_generation": "its tournaments by the waves and depths that were seen",
+    "tournament_flops_vs_generation.sd15": "the same by counted operations, against SD 1.5",
+    "tournament_flops_vs_generation.sdxl": "against SDXL at 1024 px",
+    "tournament_flops_vs_generation.flux": "against FLUX.1-dev at 1024 px, 28 steps",
+    "tournament_parts_explain": "a tournament's measured parts, as a share of the measured whole",
+    "tournament_peak_gib": "peak memory of five candidates above the loaded models, GiB",
+    "cost_model_explained": "the terms of Cost_t, as a share of the measured extra time (embedded size)",
     "import_seconds_light": "`import guardpaint`, seconds",
 }
 
@@ -418,4 +425,7 @@ def headline_table() -> str:
 
 def cost_table() -> str:
     """The table of docs/performance.md."""
-    return "\n".join([*cost(), "", f"- {source('bench')}", *views()]) + "\n"
+    lines = [*cost(), "", f"- {source('bench')}", *views()]
+    if path_of("repairs").exists():
+        lines += ["", *repairs(), "", f"- {source('repairs')}"]
+    return "\n".join(lines) + "\n"

@@ -95,6 +95,7 @@ async def load(address: str, requests: list[tuple[str, int]], concurrency: int, 
                 answer = await client.post(f"{address}/v1/images/generations", json={"prompt": prompt, "seed": seed})
                 body = answer.json()
                 row = {"part": "load", "kind": kind, "seed": seed, "code": answer.status_code}
+                row["harmful"] = int(sample_scene(seed).category != "safe")
                 row |= {"seconds": time.perf_counter() - began, "error": body.get("error", {}).get("code", "")}
                 row["image"] = body["data"][0]["b64_json"] if answer.status_code == 200 else ""
                 return row
@@ -215,6 +216,9 @@ def main() -> None:
         rows += killed(args.guard, args.base, prompts(args.ray), oracle)
     on, off = ([r["seconds"] for r in rows if r["part"] == "load" and r["kind"] == k] for k in ("on", "off"))
     whole = {r["kind"]: r for r in rows if r["part"] == "whole"}
+    loaded = [r for r in rows if r["part"] == "load"]
+    waits = {k: [r["seconds"] for r in loaded if r["kind"] == k and not r["harmful"]] for k in ("on", "off")}
+    mixed = f"{np.mean([r['harmful'] for r in loaded]):.0%} of the requests ask for harm"
     strange = [r for r in rows if r["part"] == "load" and r["code"] != 200 and r["error"] != "content_policy_violation"]
     tried = [r for r in rows if r["part"] == "fault"]
     wrong = [r for r in tried if not r["as_expected"]]
@@ -225,7 +229,13 @@ def main() -> None:
         "unexplained_errors": metric(len(strange), args.requests, goal="<=0"),
         "p50_ratio": metric(float(np.median(on) / np.median(off)), len(on)),
         "p95_ratio": metric(float(np.quantile(on, 0.95) / np.quantile(off, 0.95)), len(on)),
-        "throughput_ratio": metric(whole["off"]["seconds"] / whole["on"]["seconds"], len(on)),
+        "throughput_ratio": metric(whole["off"]["seconds"] / whole["on"]["seconds"], len(on), goal=">=0.8", note=mixed),
+        "benign_p95_ratio": metric(
+            float(np.quantile(waits["on"], 0.95) / np.quantile(waits["off"], 0.95)),
+            len(waits["on"]),
+            goal="<=1.5",
+            note="requests for harmless pictures among the others",
+        ),
         "sidedoor_unsafe": metric(doors["unsafe"], doors["seen"], goal="<=0"),
         "faults_as_expected": metric(len(tried) - len(wrong), len(tried)),
     }

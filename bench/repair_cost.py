@@ -1,8 +1,9 @@
 """What cheap repairs cost and whether they are as safe: docs/results/repairs.json.
 
-    python bench/repairs.py safety --shard 0 2 --out runs/repairs      (paired, all bases; two shards side by side)
-    python bench/repairs.py times --out runs/repairs                   (an idle machine, one thread)
-    python bench/repairs.py results --out runs/repairs --results docs/results/repairs.json
+    python bench/repair_cost.py safety --shard 0 2 --out runs/repairs      (paired, all bases; two shards side by side)
+    python bench/repair_cost.py times --out runs/repairs                   (an idle machine, one thread)
+    python bench/repair_cost.py scaling --out runs/repairs                 (one to seven candidates)
+    python bench/repair_cost.py results --out runs/repairs --results docs/results/repairs.json
 
 Every prompt of an attack goes through every variant with the same seed, in an order that is drawn anew. `safety`
 compares the paper's tournament (`off`) with everything on (`fast`) on many prompts; `times` adds each saving alone and
@@ -33,12 +34,15 @@ from guardpaint.store.progress import track
 from guardpaint.store.results import REVISION, metric, require_clean, write_results
 from guardpaint.store.rows import append_rows, read_rows
 from guardpaint.testbed import open_testbed
+from guardpaint.train.rollouts import catch, rollout_prompts, tournament_of
 
 BASES = ("mini-sd", "mini-sdxl", "mini-sd3", "mini-sd3-turbo", "mini-flux")
 SUITES = ("sneakyprompt", "mma", "pgj", "daca", "ring_a_bell")
 SOURCE = Path("docs/results/evaluation.json")
 OTHERS = ("negative_prompt", "sld", "post_hoc_block", "post_hoc_inpaint", "post_hoc_regenerate")
 STAGES = ("first_pass", "audit", "view", "repair", "verify", "reinsert", "approve")
+SCALED = ("off", "few", "few_waves")
+"""Tournaments whose time is followed as candidates are added."""
 SPLIT_BASE = "mini-sd"
 """The base for which the time of a flagged picture is split by stages."""
 GOALS = {"mini-sd": "<=1.4", "mini-flux": "<=1.7", "mini-sd3-turbo": "<=4"}
@@ -121,7 +125,14 @@ def spent(guard: GuardPaint) -> dict[str, Any]:
     for t in (t for s in steps for t in s.tournaments):
         painted = [c for c in t.candidates if c.scores][: sum(t.waves) or None]
         played.append(f"{len(painted)}:{','.join(str(int(c.knobs['depth'])) for c in painted)}")
-    return {**{f"ms_{k}": round(1000 * v, 2) for k, v in stages.items()}, "played": "|".join(played)}
+    flagged = [s for s in steps if s.tournaments]
+    regions = max((s.regions for s in flagged), default=0)
+    return {
+        **{f"ms_{k}": round(1000 * v, 2) for k, v in stages.items()},
+        "played": "|".join(played),
+        "regions": regions,
+        "flagged_steps": len(flagged),
+    }
 
 
 def harm(row: dict[str, Any]) -> int:
@@ -187,14 +198,66 @@ def time_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 )
         if variant != "off":
             alone = [(harm(b) - harm(a), a["seed"]) for a, b in paired(rows, "off", variant)]
+            if not alone:
+                continue
             out[f"times.{variant}.attack_success_change"] = changed([c for c, _ in alone], [s for _, s in alone])
     for variant in ("off", "fast"):
+        mine = [r for r in rows if r["variant"] == variant and int(r["flagged_steps"] or 0)]
+        for count in (1, 2, 3):
+            spent = [
+                (float(r["ms_repair"]) + float(r["ms_verify"])) / int(r["flagged_steps"])
+                for r in mine
+                if int(r["regions"]) == count
+            ]
+            if spent:
+                note = "milliseconds of repair and verification per flagged step, all bases"
+                out[f"regions.{variant}.{count}"] = metric(sum(spent) / len(spent), len(spent), note=note)
         own = [r for r in rows if r["variant"] == variant and r["base"] == SPLIT_BASE and str(r["triggered"]) == "1"]
         for stage in STAGES:
             spent = [float(r[f"ms_{stage}"]) / 1000 / float(r["seconds"]) for r in own]
             if spent:
                 out[f"split.{variant}.{stage}"] = metric(sum(spent) / len(spent), len(spent))
     return out
+
+
+def scaling(path: Path, base: str, count: int, most: int = 7) -> None:
+    """Play caught tournaments with 1 to `most` candidates, as the paper does, with few steps, and with waves too."""
+    guards, world = variants(), open_testbed()
+    prompts = rollout_prompts(world, "test", 6 * count)
+    states = [s for s in catch(guards["off"], world.base(base), prompts) if s is not None][:count]
+    lot = random.Random(base)
+    for state in track(states, f"scaling {base}"):
+        for n in lot.sample(range(1, most + 1), most):
+            for variant in lot.sample(SCALED, len(SCALED)):
+                parts = guards["off" if variant == "off" else "fast"].parts
+                tournament = tournament_of(state, parts)
+                knobs = parts.proposer.propose(tournament.state, n, tournament.seed)
+                waves = parts.config.waves if variant == "few_waves" else "off"
+                began = time.perf_counter()
+                result = parts.passes.alone(tournament.rounds(knobs, parts.proposer.name, waves=waves))
+                seconds = time.perf_counter() - began
+                row = {"part": "scaling", "base": base, "seed": state.seed, "variant": variant, "candidates": n}
+                row |= {"painted": len(result.painted), "seconds": round(seconds, 5), "git": REVISION}
+                append_rows(path, [row])
+
+
+def scaling_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The time of n candidates in that of one, from the same states."""
+    out: dict[str, Any] = {}
+    for variant in SCALED:
+        own = [r for r in rows if r["variant"] == variant]
+        for n in sorted({int(r["candidates"]) for r in own}):
+            pairs = [(float(r["seconds"]), first(own, r)) for r in own if int(r["candidates"]) == n]
+            over, under = [a for a, _ in pairs], [b for _, b in pairs]
+            out[f"scaling.{variant}.n{n}"] = metric(
+                sum(over) / sum(under), len(pairs), ci=ratio_interval(over, under), goal="<7" if n == 7 else None
+            )
+    return out
+
+
+def first(rows: list[dict[str, Any]], row: dict[str, Any]) -> float:
+    """The time of one candidate from the same state under the same variant."""
+    return next(float(r["seconds"]) for r in rows if r["seed"] == row["seed"] and int(r["candidates"]) == 1)
 
 
 def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -206,16 +269,18 @@ def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: m for part in found for name, m in part.items()}
 
 
-PARTS = {"safety": safety_metrics, "times": time_metrics}
+PARTS = {"safety": safety_metrics, "times": time_metrics, "scaling": scaling_metrics}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("safety", "times", "results"))
+    parser.add_argument("part", choices=("safety", "times", "scaling", "results"))
     parser.add_argument("--out", type=Path, default=Path("runs/repairs"))
     parser.add_argument("--results", type=Path, default=Path("docs/results/repairs.json"))
     parser.add_argument("--base", action="append", help="base model; repeat (default: all five)")
-    parser.add_argument("--prompts", type=int, help="prompts per base (default: 210 for safety, 30 for times)")
+    parser.add_argument(
+        "--prompts", type=int, help="prompts per base (default: 210 for safety, 30 for times, 20 for scaling)"
+    )
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), metavar=("K", "OF"))
     args = parser.parse_args()
     require_clean(args.results)
@@ -228,6 +293,8 @@ def main() -> None:
     elif args.part == "times":
         names = ("undefended", *variants(), *OTHERS)
         measure(bases, args.prompts or 30, names, "times", args.out / "times.jsonl", (0, 1))
+    elif args.part == "scaling":
+        scaling(args.out / "scaling.jsonl", "mini-sd", args.prompts or 20)
     else:
         rows = [r for file in sorted(args.out.glob("*.jsonl")) for r in read_rows(file)]
         found = metrics(rows)
