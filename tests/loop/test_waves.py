@@ -13,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guardpaint.audit.regions import soft_mask
+from guardpaint.cli.audit import tournament_story
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.report import report_schema
 from guardpaint.loop.step import apart
 from guardpaint.policy import Policy
+from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer
+from guardpaint.serve.disclosure import tournament_for_owner
 from guardpaint.testing import small
 from guardpaint.testing.doubles import FlagsBright
 from guardpaint.types import Region
@@ -236,3 +239,18 @@ def test_what_is_tried_on_all_regions_counts_as_painted_once(sd_pipe):
     repairer = Together()
     report = lamps(sd_pipe, repairer, regions_together="on", delta=0.2)
     assert sum(s.cost["candidates"] for s in report.steps) == sum(repairer.painted)
+
+
+def test_what_waves_left_out_is_told_as_such(pipe):
+    """Not as left out by a ranker: in the command's story and in what owners see."""
+    report = guarded(pipe, waves="1", wave_safety=0.0)[0].safety[0].to_dict()
+    first = next(t for s in report["steps"] for t in s["tournaments"])
+    assert "4 not painted, because one was good enough" in tournament_story(first)
+    assert tournament_for_owner(first)["waves"] == [1]
+
+
+def test_a_fixed_guidance_is_said(sd_pipe):
+    """The guidance knob changes nothing then."""
+    guard = GuardPaint(FlagsBright(), Inpainter(small.inpainter().pipe, steps=4, guidance=1.0), policy=BLOCK)
+    skipped = call(guard.attach(sd_pipe), steps=2).safety[0].effective_settings["skipped"]
+    assert {"what": "knob cfg", "why": "the repairer's guidance is 1 for every candidate"} in skipped

@@ -185,7 +185,8 @@ def tournament_story(t: dict[str, Any]) -> str:
             failed[g["name"]] = failed.get(g["name"], 0) + (not g["passed"])
     rejections = ", ".join(f"{n} by {name}" for name, n in failed.items() if n) or "none"
     left_out = sum(not c["scores"] for c in t["candidates"])
-    rejections += f", {left_out} left out after a preview" if left_out else ""
+    how = "not painted, because one was good enough" if t.get("waves") else "left out after a preview"
+    rejections += f", {left_out} {how}" if left_out else ""
     head = (
         f"  Region {t['region']} ({t['category']}, {100 * t['coverage']:.1f} % of the view), "
         f"{len(t['candidates'])} candidates from {t['repairer']}, knobs from {t['proposer']}; rejected: {rejections}; "

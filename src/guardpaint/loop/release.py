@@ -23,6 +23,7 @@ from guardpaint.loop.step import RepairPlan, StepContext, edit_of
 from guardpaint.loop.verdict import Decision, conclude, failed, look_twice, tried
 from guardpaint.policy import Finding
 from guardpaint.reinsert.rules import x0_substitution
+from guardpaint.repair.options import RepairOptions
 from guardpaint.store.checkpoint import sha256_hex
 from guardpaint.store.images import from_pil, to_pil
 from guardpaint.types import Draft, JsonDict
@@ -266,12 +267,16 @@ def effective_settings(call: GuardedCall) -> JsonDict:
 
 
 def unguarded(parts: Parts) -> list[JsonDict]:
-    """What the guard's parts cannot tell: gates without a score, and categories that nobody looks for."""
+    """What the guard's parts cannot do: gates without a score, categories that nobody looks for, a fixed knob."""
     gates = [
         {"what": f"gate {name}", "why": f"the auditor gives no {name}"}
         for name in sorted(parts.auditor.absent & {"F", "P"})
     ]
     why = "no part can tell it; the policy accepts that"
+    settings = getattr(parts.repairer, "settings", None)
+    if isinstance(settings, RepairOptions) and settings.fixed_guidance is not None:
+        said = f"the repairer's guidance is {settings.fixed_guidance:g} for every candidate"
+        gates.append({"what": "knob cfg", "why": said})
     return [*gates, *({"what": f"category {name}", "why": why} for name in parts.uncovered)]
 
 

@@ -144,6 +144,7 @@ def approval_for_owner(approval: JsonDict) -> JsonDict:
 def tournament_for_owner(tournament: JsonDict) -> JsonDict:
     return {
         **{k: tournament[k] for k in TOURNAMENT},
+        "waves": tournament.get("waves", []),
         "proposer": without_paths(tournament["proposer"]),
         "repairer": without_paths(tournament["repairer"]),
         "coverage": coarse(tournament["coverage"]),
