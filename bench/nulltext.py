@@ -30,7 +30,8 @@ from guardpaint.draft.tap import tapped
 from guardpaint.draft.views import LatentView, shrink
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.call import CallSetup, GuardedCall, LastStep
-from guardpaint.loop.step import Repair, edit_of
+from guardpaint.loop.context import Repair
+from guardpaint.loop.step import edit_of
 from guardpaint.reinsert.apply import reinsert
 from guardpaint.repair.knobs import FixedProposer
 from guardpaint.store.progress import track

@@ -17,8 +17,8 @@ from guardpaint.cli.audit import tournament_story
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
+from guardpaint.loop.regions import apart
 from guardpaint.loop.report import report_schema
-from guardpaint.loop.step import apart
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer

@@ -23,11 +23,12 @@ from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadConfig, BadInput, NotFinite
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.call import Hold, ImageState
+from guardpaint.loop.context import RepairPlan, StepContext
 from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.recorder import Recorder
 from guardpaint.loop.release import components, report_of, unguarded
 from guardpaint.loop.report import GuardReport, Status
-from guardpaint.loop.step import RepairPlan, StepContext, run_step
+from guardpaint.loop.step import run_step
 from guardpaint.loop.verdict import Decision, conclude, failed
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.store.images import from_pil

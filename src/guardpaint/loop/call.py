@@ -26,9 +26,10 @@ from guardpaint.draft.family import Family
 from guardpaint.draft.views import LatentView, View
 from guardpaint.errors import BadInput, GuardTimeout, NotFinite
 from guardpaint.loop import glance as glances
+from guardpaint.loop.context import StepContext
 from guardpaint.loop.null_text import NullText
 from guardpaint.loop.recorder import Recorder
-from guardpaint.loop.step import StepContext, reinsert_repair, run_step
+from guardpaint.loop.step import reinsert_repair, run_step
 from guardpaint.reinsert.apply import Reinserted
 from guardpaint.reinsert.rules import held_estimate
 from guardpaint.types import Audit, Draft, Edit, JsonDict

@@ -17,9 +17,10 @@ from guardpaint.draft.codec import vae_decode
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import BadInput, NotFinite
 from guardpaint.loop.call import GuardedCall, ImageState, is_finite
+from guardpaint.loop.context import RepairPlan, StepContext
 from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.report import GuardReport, Status
-from guardpaint.loop.step import RepairPlan, StepContext, edit_of
+from guardpaint.loop.step import edit_of
 from guardpaint.loop.verdict import Decision, conclude, failed, look_twice, tried
 from guardpaint.policy import Finding
 from guardpaint.reinsert.rules import x0_substitution

@@ -15,9 +15,10 @@ from guardpaint.audit.regions import soft_mask, union
 from guardpaint.audit.tiles import enlarged
 from guardpaint.draft.views import PixelView
 from guardpaint.errors import NotFinite
+from guardpaint.loop.context import Repair, RepairPlan, StepContext
 from guardpaint.loop.pictures import BLUR_CELLS, coarse
 from guardpaint.loop.report import ApprovalRecord, AuditRecord, Status
-from guardpaint.loop.step import Repair, RepairPlan, StepContext, confirm, repair, unsafe_regions
+from guardpaint.loop.step import confirm, repair, unsafe_regions
 from guardpaint.policy import Finding
 from guardpaint.repair.knobs import StrongProposer
 from guardpaint.types import SAFE, Approval, Audit, JsonDict
