@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import bright_guard, call
 
 from guardpaint.config import GateSettings
+from guardpaint.draft.denoiser import Denoiser
+from guardpaint.draft.families import family_of
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.repair.denoise import denoise, in_batches
-from guardpaint.repair.inpainter import Inpainter, digest_of, in_pieces
+from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, StrongProposer, UniformProposer, denormalise
 from guardpaint.repair.ladder import DEPTHS, own_ladder
+from guardpaint.repair.native import NativeRepairer
+from guardpaint.repair.once import digest_of, in_pieces
 from guardpaint.repair.proposer import ProposerConfig, StateEncoder, TournamentProposer, fold_channels
 from guardpaint.testing import small
 from guardpaint.types import Knobs, Level, Proposer, ProposerState, RepairRequest
@@ -246,3 +251,23 @@ def test_slices():
 def test_a_name_of_a_picture_has_its_shape():
     """Black crops of other shapes are other pictures, with latents of their own."""
     assert digest_of(torch.zeros(3, 64, 128)) != digest_of(torch.zeros(3, 128, 64))
+
+
+def test_the_base_encodes_a_region_once_for_all_waves(pipe, monkeypatch):
+    """Native repair: the second wave of a tournament encodes neither the words nor the view again."""
+    family, encoded, views = type(family_of(pipe)), [], []
+    words, encode = family.encode_prompt, Denoiser.encode
+    monkeypatch.setattr(family, "encode_prompt", lambda *a, **k: encoded.append(len(waves)) or words(*a, **k))
+    monkeypatch.setattr(Denoiser, "encode", lambda *a, **k: views.append(len(waves)) or encode(*a, **k))
+    waves = []
+
+    class Watched(NativeRepairer):
+        def candidates(self, asked):
+            waves.append(len(asked.knobs))
+            return super().candidates(asked)
+
+    config = {"waves": "1", "wave_safety": 1.0, "wave_margin": 1.0, "candidates": 2, "regions": 1}
+    guard = bright_guard(1.6, Watched(), FixedProposer(), f_gate="off", p_gate="off", **config)
+    call(guard.attach(pipe), steps=3)
+    assert waves[:2] == [1, 1]
+    assert 1 in encoded and 2 not in encoded and 1 in views and 2 not in views

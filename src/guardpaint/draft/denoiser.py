@@ -90,11 +90,14 @@ class Denoiser:
         calls = family.calls(call, true_cfg) if call.rows == 2 * batch else (call,)
         return cls(pipe, pipe.vae, family, calls, batch, guidance=guidance, true_cfg=true_cfg)
 
-    def with_prompt(self, prompt: str, negative: str) -> Denoiser:
-        """The same base with this prompt and negative prompt for every latent, always with both branches."""
+    def with_prompt(self, prompt: str, negative: str, text: Mapping[str, Any] | None = None) -> Denoiser:
+        """The same base with this prompt and negative prompt for every latent, always with both branches.
+
+        `text` is what the family's `encode_prompt` says of them, if it was asked before.
+        """
         one = replace(self, image=self.image or 0, null_embedding=None, true_cfg=1.0)
         both = one.rows(self.calls[0], 1, (0, 1))
-        text = self.family.encode_prompt(self.pipe, prompt, negative)
+        text = self.family.encode_prompt(self.pipe, prompt, negative) if text is None else text
         both = replace(both, kwargs=self.family.with_text(both.kwargs, text))
         return replace(one, calls=self.family.calls(both, 1.0), batch=1, image=0)
 

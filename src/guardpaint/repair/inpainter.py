@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from guardpaint.repair.crop import cut, pasted, window
 from guardpaint.repair.denoise import Descent, Levels, denoise, first_steps, in_batches, starting_latent
 from guardpaint.repair.folders import CHECKERS, merge_unless, quiet_loading, save_pipeline, weights_digest
 from guardpaint.repair.ladder import own_ladder
+from guardpaint.repair.once import digest_of, in_pieces, recalled
 from guardpaint.repair.options import DETERMINISTIC, RENOISING, RepairOptions
 from guardpaint.repair.traits import check_unguarded
 from guardpaint.store.folders import resolve
@@ -265,30 +265,6 @@ class Row:
         if request.begun is not None:
             return request.begun[self.index]
         return starting_latent(self.sheet.z_view, self.sheet.small[self.index], self.knobs, level, request.seed)
-
-
-def recalled(memo: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What the memo has under a key, made now if it has nothing."""
-    if key not in memo:
-        memo[key] = make()
-    return memo[key]
-
-
-def digest_of(tensor: Tensor) -> str:
-    """A name for the content of a picture or mask."""
-    content = hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
-    return content + str(tuple(tensor.shape))
-
-
-PIECE = 512 * 512
-"""Pixels that a VAE encodes or decodes at a time: at that size a batch is no faster than one after the other, and its
-activations are what a tournament's memory goes to."""
-
-
-def in_pieces(work: Callable[[Tensor], Tensor], batch: Float[Tensor, "n c h w"], pixels: int = 1) -> Tensor:
-    """The work done on few rows at a time; a row has `pixels` pixels for each of its cells."""
-    count = max(1, PIECE // (int(batch.shape[-2]) * int(batch.shape[-1]) * pixels))
-    return torch.cat([work(batch[part]) for part in in_batches(len(batch), count)])
 
 
 def fresh_noise(x0: Float[Tensor, "n c h w"], rows: Sequence[Row], level: Levels) -> Float[Tensor, "n c h w"]:

@@ -15,6 +15,7 @@ from guardpaint.errors import BadConfig, BadInput
 from guardpaint.repair.denoise import Descent, Levels, denoise, first_steps, in_batches, starting_latent
 from guardpaint.repair.folders import weights_digest
 from guardpaint.repair.ladder import DEPTHS, own_ladder
+from guardpaint.repair.once import digest_of, in_pieces, recalled
 from guardpaint.types import JsonDict, RepairRequest
 
 
@@ -58,8 +59,11 @@ class NativeRepairer:
         base = request.base
         if base is None or not base.calls:
             raise BadInput("native repair needs the base's denoiser, and no call of it was recorded")
-        denoiser = base.with_prompt(request.safe_prompt, request.avoid)
-        z_view = base.encode(request.view, request.latent_size)
+        words, memo = (request.safe_prompt, request.avoid), request.memo
+        text = recalled(memo, ("base text", *words), lambda: base.family.encode_prompt(base.pipe, *words))
+        denoiser = base.with_prompt(*words, text=text)
+        view = ("base view", digest_of(request.view), request.latent_size)
+        z_view = recalled(memo, view, lambda: base.encode(request.view, request.latent_size))
         masks = torch.stack([latent_mask(m, request.latent_size) for m in request.masks]).to(z_view.device)
         ladders = [own_ladder(k.depth, DEPTHS, base.level) for k in request.knobs]
         images, latents = [], []
@@ -83,7 +87,8 @@ class NativeRepairer:
                 rows = zip(masks[part], request.knobs[part], ladders[part], strict=True)
                 z = torch.stack([starting_latent(z_view, m, k, own[0], request.seed) for m, k, own in rows])
                 shown, z = descent(z, ladders[part], estimate)
-            images.append(vae_decode(base.vae, shown, base.device))
+            pixels = request.view[0].numel() // shown[0, 0].numel()
+            images.append(in_pieces(lambda some: vae_decode(base.vae, some, base.device), shown, pixels))
             latents.append(z)
         size = (int(request.view.shape[-2]), int(request.view.shape[-1]))
         return resize(torch.cat(images), size).cpu(), torch.cat(latents)
