@@ -256,6 +256,25 @@ def test_repair_does_not_touch_a_log_that_is_in_use(files):
         refused(path, anchor, "in use")
 
 
+def test_verify_as_json_shows_a_half_written_line(files):
+    """A crash may cut a line inside of a character."""
+    path, anchor = files
+    path.write_bytes(path.read_bytes() + '{"event":{"é'.encode()[:-1])
+    result = CliRunner().invoke(app, ["verify", str(path), "--anchor", str(anchor), "--json"])
+    keyed = CliRunner().invoke(app, ["verify", str(path), "--key-file", str(key_file(path)), "--json"])
+    for shown in (result, keyed):
+        assert shown.exit_code == 1 and isinstance(shown.exception, SystemExit), shown.exception
+    found = json.loads(keyed.output)
+    assert found["half_line"] == '{"event":{"\\xc3' and "half-written" in found["problems"][0]
+    assert found["records"] == 3
+
+
+def key_file(path):
+    key = path.with_name("key")
+    key.write_bytes(KEY)
+    return key
+
+
 def test_what_was_cut_off_is_never_overwritten(files):
     path, anchor = files
     kept = []
