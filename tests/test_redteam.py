@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
+
+from guardpaint.errors import BadInput, TooLarge
+from guardpaint.serve.schemas import ImageRequest
+from guardpaint.store.uploads import Limits, Upload
 
 BENCH = Path(__file__).parents[1] / "bench"
 REQUIRED = (
@@ -46,7 +52,9 @@ def rows():
     return [
         {"part": "attempt", "attempt": "logs.a", "expected": "503", "got": "503", "as_expected": True},
         {"part": "attempt", "attempt": "logs.b", "expected": "503", "got": "200", "as_expected": False},
-        {"part": "fuzz", "kind": "uploads", "inputs": 10, "errors_5xx": 1, "tracebacks": 0, "memory_slope_mb_per_1000": 0.5},
+        {"part": "fuzz", "kind": "uploads", "inputs": 10, "errors_5xx": 1, "tracebacks": 0, "memory_slope_mb_per_1000": 0.5,
+         "codes": '{"200": 2, "400": 7, "500": 1}'},
+        {"part": "fuzz", "kind": "logs", "inputs": 90, "tracebacks": 0, "memory_slope_mb_per_1000": 0.25},
         request,
         {**request, "pictures": 1, "lost": 1, "unsafe": True},
         *memory,
@@ -65,7 +73,36 @@ def test_the_file_has_its_required_keys(bench):
     assert found["attempts"]["value"] == 2 and found["as_expected"] == {"value": 1, "n": 2, "goal": ">=2", "met": False}
     assert found["attempt.logs.b"]["expected"] == "503" and found["attempt.logs.b"]["got"] == "200"
     assert found["soak.lost_records"]["value"] == 1 and not found["soak.lost_records"]["met"]
-    assert found["fuzz.errors_5xx"]["value"] == 1
+    assert found["fuzz.inputs"]["value"] == 100
+
+
+def test_only_inputs_sent_over_http_count_as_answered(bench):
+    """Ten uploads and ninety files: one 500 among the ten, and two of the ten were audited."""
+    found = bench("redteam_results").metrics(rows())
+    assert found["fuzz.errors_5xx"]["value"] == 1 and found["fuzz.errors_5xx"]["n"] == 10
+    assert found["fuzz.answered.uploads"]["value"] == 0.2 and found["fuzz.answered.uploads"]["met"]
+    blocked = [{**r, "codes": '{"400": 10}'} if r.get("kind") == "uploads" else r for r in rows()]
+    assert not bench("redteam_results").metrics(blocked)["fuzz.answered.uploads"]["met"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_fair_share_of_the_fuzzing_passes_the_door(bench):
+    """Damaged uploads that can be decoded in a size that is audited, and bodies that are sound requests."""
+    fuzz, passed = bench("fuzz"), {"uploads": 0, "bodies": 0}
+
+    def decode(upload):
+        with contextlib.suppress(BadInput, TooLarge):
+            shown = list(Upload(upload[1], upload[0] or "a", Limits()).readings())
+            passed["uploads"] += all(min(r.size) >= 64 for r in shown)
+
+    def read(sent):
+        with contextlib.suppress(ValidationError):
+            ImageRequest.model_validate_json(sent[2])
+            passed["bodies"] += 1
+
+    fuzz.each(fuzz.damaged(), 400, decode)
+    fuzz.each(fuzz.body(), 400, read)
+    assert passed["uploads"] > 80 and passed["bodies"] > 40
 
 
 def test_leaks_are_compared_with_the_native_size(bench):
