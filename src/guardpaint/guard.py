@@ -256,7 +256,7 @@ class GuardPaint:
         return tiny
 
     def say_uncovered(self, stacklevel: int = 3) -> None:
-        """Warn of the policy's categories that no part can tell, which the policy accepts, and of a missing scope."""
+        """Warn of the categories that no part can tell, which the policy accepts, and of a scope that is weak."""
         if self.parts.uncovered:
             warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
         for weak in self.weak_settings():
