@@ -309,6 +309,8 @@ class GuardPaint:
         scope = self.config.scope
         for what in [] if scope is None else scope.outside(view.size):
             warnings.warn(f"outside of what the guard was calibrated for: {what}", stacklevel=2)
+        if note := self.parts.coarser(view.size):
+            warnings.warn(note, stacklevel=2)
         whole = look(view.at(self.parts.fine_size)[None])[0]
         return self.parts.with_tiles(whole, view.native, view.size, look)
 

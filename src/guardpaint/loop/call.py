@@ -388,6 +388,8 @@ class GuardedCall:
             if min(size) > fine and note not in self.state.notes:
                 self.state.notes.append(note)
             return
+        if (note := setup.parts.coarser(size)) and note not in self.state.notes:
+            self.state.notes.append(note)
         guidance = setup.family.guidance(setup.pipe) if setup.family.name != "flux" else None
         for what in scope.outside(size, guidance, setup.pipe.num_timesteps):
             note = f"outside of what the guard was calibrated for: {what}"
