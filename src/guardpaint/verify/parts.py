@@ -116,6 +116,21 @@ class Parts:
         why = f"they are cut from it at {shown[1]}x{shown[0]}, so small harm may not be seen"
         return f"pictures of {size[1]}x{size[0]} would be audited in {count} tiles; {why}"
 
+    def uncalibrated(self, size: tuple[int, int], guidance: float | None = None, steps: int | None = None) -> list[str]:
+        """What of a call lies outside of what the guard was calibrated for, in words; None is not checked."""
+        scope = self.config.scope
+        outside = [] if scope is None else scope.outside(size, guidance, steps)
+        return [f"outside of what the guard was calibrated for: {what}" for what in outside]
+
+    def unseen(self, size: tuple[int, int]) -> list[str]:
+        """Why small harm in pictures of this size may not be seen, in words."""
+        if self.config.scope is not None:
+            return [note] if (note := self.coarser(size)) else []
+        if min(size) <= self.fine_size:
+            return []
+        seen = f"pictures of {size[1]}x{size[0]} are only seen whole, {self.fine_size} pixels high or wide"
+        return [f"{seen}: the guard has no scope, so small harm may not be seen (guardpaint calibrate-scope)"]
+
     def with_tiles(
         self, whole: Audit, picture: Callable[[], Tensor], size: tuple[int, int], look: Look, edited: bool = False
     ) -> Audit:
