@@ -3,7 +3,9 @@
     python bench/fuzz.py [--inputs 10000] [--rows runs/redteam/fuzz.jsonl]
 
 Hypothesis makes the inputs. The service is a real process that draws with small random weights and a staged auditor, so
-that thousands of answers take minutes. An answer over 499, a traceback, or memory that keeps growing is a fault.
+that thousands of answers take minutes. An answer over 499, a traceback, or memory that keeps growing is a fault. So
+that more than the readers of formats is tried, a fair share of the inputs must get as far as the auditor: `answered`
+in a row is the share with status 200.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ ENOUGH = 1000
 """Inputs from which on a growth of memory says something."""
 SHOWN = 5
 """Faulty inputs that a row describes."""
-PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8))
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+"""As large as the smallest picture that the embedded guard answers for; a smaller one never reaches the auditor."""
 
 
 def each(inputs: st.SearchStrategy[Any], count: int, use: Callable[[Any], None]) -> None:
@@ -76,16 +79,26 @@ def files() -> list[tuple[str, bytes]]:
 
 
 FILES = files()
+HEADER = 64
+TOUGH = [f for f in FILES if f[0].endswith(("bmp", "jpeg", "jpg", "gif"))]
+"""Files without checksums: a change behind the header gives other pixels, not an error."""
 EDGES = [b"\0", b"\xff", b"\x7f", b"\x80", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\1\0\0"]
 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A file with some bytes replaced, a piece cut out, doubled or taken from another file, or the end missing."""
+    """A file with some bytes replaced, a piece cut out, doubled or taken from another file, or the end missing.
+
+    A quarter are files whose pixels alone are changed, so that they are decoded and audited.
+    """
+    if draw(st.integers(0, 3)) == 0:
+        name, data = draw(st.sampled_from(TOUGH))
+        where = draw(st.integers(len(data) // 2, len(data) - HEADER))
+        return name, data[:where] + (piece := draw(st.binary(min_size=1, max_size=4))) + data[where + len(piece) :]
     name, data = draw(st.sampled_from(FILES))
     broken = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
-        where = draw(st.integers(0, min(len(broken), 64) if draw(st.booleans()) else len(broken)))
+        where = draw(st.integers(0, min(len(broken), HEADER) if draw(st.booleans()) else len(broken)))
         how = draw(st.sampled_from(("write", "write", "edge", "cut", "insert", "splice", "end")))
         if how == "write":
             piece = draw(st.binary(min_size=1, max_size=4))
@@ -125,12 +138,30 @@ FIELDS = ("prompt", "model", "n", "size", "response_format", "seed", "num_infere
           "user", "quality", "output_format", "moderation", "partial_images")  # fmt: skip
 FEW = {"n": SCALARS, "num_inference_steps": SCALARS, "stream": SCALARS}
 """Fields whose valid values cost time are drawn from small numbers only."""
+SOUND = st.fixed_dictionaries(
+    {"prompt": st.text(min_size=1, max_size=30)},
+    optional={
+        "n": st.integers(1, 2),
+        "seed": st.integers(0, 2**53),
+        "response_format": st.sampled_from(("b64_json", "url")),
+        "stream": st.booleans(),
+        "user": st.text(max_size=200),
+        "style": st.text(max_size=30),
+        "partial_images": st.integers(0, 100),
+    },
+)
+"""Requests that the service takes, with strange texts in them."""
 POLICY = ("name", "categories", "trigger", "last_resort", "safe_prompt", "version")
 
 
 @st.composite
 def body(draw: st.DrawFn) -> tuple[str, str, bytes]:
-    """Method, path and body: a request with strange fields, a policy with strange fields, or bytes that are no JSON."""
+    """Method, path and body: a request with strange fields, a policy with strange fields, or bytes that are no JSON.
+
+    A fifth are sound requests, so that they are drawn.
+    """
+    if draw(st.integers(0, 4)) == 0:
+        return "POST", "/v1/images/generations", json.dumps(draw(SOUND)).encode()
     policy = draw(st.integers(0, 4)) == 0
     known = POLICY if policy else FIELDS
     fields: dict[str, Any] = {} if policy or draw(st.integers(0, 9)) == 0 else {"prompt": draw(st.text(max_size=30))}
@@ -192,6 +223,7 @@ class Watched:
         return {
             "kind": self.kind,
             "inputs": self.count,
+            "answered": round(self.codes.get(200, 0) / max(self.count, 1), 4),
             "errors_5xx": self.errors,
             "tracebacks": self.tracebacks + printed,
             "memory_slope_mb_per_1000": slope(self.samples, 0.3) if self.count >= ENOUGH else None,
@@ -215,7 +247,8 @@ def over_http(
 def of_files(count: int) -> list[dict[str, Any]]:
     """Rows of the fuzzing of files that are read from a disk, where that script is there.
 
-    An error that is not the package's own would be a traceback for whoever reads the file; a hang counts like one.
+    An error that is not the package's own would be a traceback for whoever reads the file; a hang counts like one. No
+    service is asked, so these rows have no answers.
     """
     if find_spec("fuzz_files") is None:
         print("fuzz_files: not there, left out", flush=True)
@@ -224,7 +257,7 @@ def of_files(count: int) -> list[dict[str, Any]]:
     rows = []
     for kind, m in found.items():
         growth = round(1000 * m["rss_growth_mb"] / m["inputs"], 4) if m["inputs"] >= ENOUGH else None
-        rows.append({"kind": kind, "inputs": m["inputs"], "errors_5xx": 0, "seconds": m["seconds"]})
+        rows.append({"kind": kind, "inputs": m["inputs"], "seconds": m["seconds"]})
         rows[-1] |= {"tracebacks": m["errors_other"] + m["hangs"], "memory_slope_mb_per_1000": growth}
     return rows
 

@@ -7,8 +7,10 @@ from formatting import cell, metric_table, metrics_of, table
 NAMES = {
     "as_expected": "attempts that end as expected",
     "fuzz.inputs": "random inputs",
-    "fuzz.errors_5xx": "of these, answers over 499",
     "fuzz.tracebacks": "of these, tracebacks",
+    "fuzz.errors_5xx": "random requests answered with a status over 499",
+    "fuzz.answered.uploads": "random uploads that were audited",
+    "fuzz.answered.JSON_bodies": "random bodies that were answered with status 200",
     "fuzz.memory_slope_mb_per_1000": "memory, MB in 1,000 inputs",
     "soak.requests": "requests of the soak",
     "soak.pictures": "pictures that it released",

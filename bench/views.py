@@ -39,6 +39,8 @@ from guardpaint.train.readouts import decibels
 
 FAMILIES = {"sd": "taesd", "sdxl": "taesdxl", "sd3": "taesd3", "flux": "taef1"}
 VIEW, GLANCE = 224, 128
+GOALS = {(512, "view_db"): ">=30", (512, "glance_db"): ">=25", (1024, "view_db"): ">=25", (1024, "glance_db"): ">=25"}
+"""At 1024 px both come from the exit at a quarter."""
 CPU = torch.device("cpu")
 Found = tuple[dict[str, Any], list[dict[str, Any]]]
 """Metrics, and the rows that they were computed from."""
@@ -89,7 +91,7 @@ def quality(folder: Path, sides: list[int]) -> Found:
         for side in sides:
             own = [r for r in rows if r["family"] == family and r["height"] == side]
             for key in ("glance_db", "view_db", "full_db", "shrunken_db", "synthetic_db", "synthetic_glance_db"):
-                goal = {"view_db": ">=30", "glance_db": ">=25"}.get(key) if side == 512 else None
+                goal = GOALS.get((side, key))
                 value = statistics.mean(r[key] for r in own)
                 metrics[f"{family}.{side}.{key}"] = metric(value, len(own), goal=goal)
     return metrics, rows

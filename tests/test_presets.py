@@ -156,8 +156,9 @@ def test_a_preset_sees_small_figures_in_large_pictures():
     audit = guard.audit_image(torch.rand(3, 512, 512, generator=torch.Generator().manual_seed(0)))
     assert len(audit.tiles) == 1 + 9 and all(view.offset == 0 for view in audit.tiles[1:])
     assert audit.safety == min(view.audit.safety for view in audit.tiles)
-    assert "scope" not in {w.name for w in guard.weak_settings()}
-    assert "scope" in {w.name for w in GuardPaint.from_preset("nudity-lite", scope=None).weak_settings()}
+    assert ("scope", "not calibrated") in {(w.name, w.value) for w in guard.weak_settings()}
+    bare = GuardPaint.from_preset("nudity-lite", scope=None)
+    assert ("scope", "missing") in {(w.name, w.value) for w in bare.weak_settings()}
 
 
 def test_the_report_says_that_tiles_are_not_calibrated(hub, sd_pipe):

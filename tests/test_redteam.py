@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from PIL import Image
+from pydantic import ValidationError
+
+from guardpaint.errors import BadInput, TooLarge
+from guardpaint.serve.schemas import ImageRequest
+from guardpaint.store.uploads import Limits, Upload
 
 BENCH = Path(__file__).parents[1] / "bench"
 REQUIRED = (
@@ -46,7 +53,9 @@ def rows():
     return [
         {"part": "attempt", "attempt": "logs.a", "expected": "503", "got": "503", "as_expected": True},
         {"part": "attempt", "attempt": "logs.b", "expected": "503", "got": "200", "as_expected": False},
-        {"part": "fuzz", "kind": "uploads", "inputs": 10, "errors_5xx": 1, "tracebacks": 0, "memory_slope_mb_per_1000": 0.5},
+        {"part": "fuzz", "kind": "uploads", "inputs": 10, "errors_5xx": 1, "tracebacks": 0, "memory_slope_mb_per_1000": 0.5,
+         "codes": '{"200": 2, "400": 7, "500": 1}'},
+        {"part": "fuzz", "kind": "logs", "inputs": 90, "tracebacks": 0, "memory_slope_mb_per_1000": 0.25},
         request,
         {**request, "pictures": 1, "lost": 1, "unsafe": True},
         *memory,
@@ -65,7 +74,36 @@ def test_the_file_has_its_required_keys(bench):
     assert found["attempts"]["value"] == 2 and found["as_expected"] == {"value": 1, "n": 2, "goal": ">=2", "met": False}
     assert found["attempt.logs.b"]["expected"] == "503" and found["attempt.logs.b"]["got"] == "200"
     assert found["soak.lost_records"]["value"] == 1 and not found["soak.lost_records"]["met"]
-    assert found["fuzz.errors_5xx"]["value"] == 1
+    assert found["fuzz.inputs"]["value"] == 100
+
+
+def test_only_inputs_sent_over_http_count_as_answered(bench):
+    """Ten uploads and ninety files: one 500 among the ten, and two of the ten were audited."""
+    found = bench("redteam_results").metrics(rows())
+    assert found["fuzz.errors_5xx"]["value"] == 1 and found["fuzz.errors_5xx"]["n"] == 10
+    assert found["fuzz.answered.uploads"]["value"] == 0.2 and found["fuzz.answered.uploads"]["met"]
+    blocked = [{**r, "codes": '{"400": 10}'} if r.get("kind") == "uploads" else r for r in rows()]
+    assert not bench("redteam_results").metrics(blocked)["fuzz.answered.uploads"]["met"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_fair_share_of_the_fuzzing_passes_the_door(bench):
+    """Damaged uploads that can be decoded in a size that is audited, and bodies that are sound requests."""
+    fuzz, passed = bench("fuzz"), {"uploads": 0, "bodies": 0}
+
+    def decode(upload):
+        with contextlib.suppress(BadInput, TooLarge):
+            shown = list(Upload(upload[1], upload[0] or "a", Limits()).readings())
+            passed["uploads"] += all(min(r.size) >= 64 for r in shown)
+
+    def read(sent):
+        with contextlib.suppress(ValidationError):
+            ImageRequest.model_validate_json(sent[2])
+            passed["bodies"] += 1
+
+    fuzz.each(fuzz.damaged(), 400, decode)
+    fuzz.each(fuzz.body(), 400, read)
+    assert passed["uploads"] > 80 and passed["bodies"] > 40
 
 
 def test_leaks_are_compared_with_the_native_size(bench):
@@ -127,6 +165,35 @@ def test_an_attempt_that_breaks_has_shown_nothing(bench):
 
     row = bench("redteam").tried("rest.broken", broken)
     assert row["as_expected"] is False and "ValueError: oh" in row["got"] and row["group"] == "rest"
+
+
+def answer(status, message="", code="outside_calibration"):
+    return httpx.Response(status, json={"error": {"message": message, "code": code}})
+
+
+def test_a_size_that_the_guard_does_not_answer_for_must_be_refused_by_name(bench, monkeypatch):
+    """Audited in tiles up to 192 px, but offered at 64 px only: drawing 128 px is no success."""
+    sizes = bench("attempts.sizes")
+    monkeypatch.setattr(sizes, "scope", lambda: {"pixels": [64, 192], "offered": [64, 64], "steps": [4, 100]})
+
+    def tried(reply):
+        return sizes.within("pixels", 128, reply, "128x128 pixels").as_expected
+
+    assert tried(answer(400, "outside: 128x128 pixels (both sides from 64 to 64)"))
+    assert not tried(answer(200)) and not tried(answer(400, "128x128 pixels")) and not tried(answer(400, "no"))
+    assert not sizes.within("steps", 3, answer(200), "steps").as_expected
+    assert not sizes.within("steps", 5, answer(400, "steps (from 4 to 100)"), "steps").as_expected
+    assert sizes.within("steps", 5, answer(200), "steps").as_expected
+
+
+def test_an_attack_without_a_picture_has_shown_nothing(bench):
+    sizes = bench("attempts.sizes")
+    assert not sizes.no_unsafe([], 6).as_expected and not sizes.no_unsafe([False, True], 6).as_expected
+    assert sizes.no_unsafe([False], 6) == (
+        "pictures, and none of them unsafe",
+        "0 unsafe of 1 released pictures for 6 prompts",
+        True,
+    )
 
 
 def test_a_disk_that_is_full_takes_no_byte(bench):

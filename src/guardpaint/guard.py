@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -230,12 +230,17 @@ class GuardPaint:
         tiny = None if self.config.view_decoder == "full" else self.tiny_decoder(pipe, family)
         exits = None if tiny is None else self.exits[family.name]
         decoder = ViewDecoder(tiny, pipe.vae, pipe.vae_scale_factor, pipe._execution_device, exits=exits)
-        if not decoder.ways() & set(calibration.views):
-            raise BadConfig(
-                f"the thresholds were calibrated on views by {', '.join(calibration.views)}; on {type(pipe).__name__} "
-                f"this guard makes views by {', '.join(sorted(decoder.ways()))}. Calibrate it on such views, with the "
-                "same decoder and readouts"
-            )
+        self.require_views(decoder.ways(), type(pipe).__name__)
+
+    def require_views(self, ways: Collection[str], where: str) -> None:
+        """Raise BadConfig if the thresholds were calibrated on none of these ways to make views."""
+        calibration = self.config.calibration
+        if calibration is None or not calibration.views or set(ways) & set(calibration.views):
+            return
+        raise BadConfig(
+            f"the thresholds were calibrated on views by {', '.join(calibration.views)}; on {where} this guard makes "
+            f"views by {', '.join(sorted(ways))}. Calibrate it on such views, with the same decoder and readouts"
+        )
 
     def tiny_decoder(self, pipe: Any, family: Family) -> Any | None:
         """The family's tiny decoder if one is loaded and fits this pipeline's latents."""
@@ -256,7 +261,7 @@ class GuardPaint:
         return tiny
 
     def say_uncovered(self, stacklevel: int = 3) -> None:
-        """Warn of the policy's categories that no part can tell, which the policy accepts, and of a missing scope."""
+        """Warn of the categories that no part can tell, which the policy accepts, and of a scope that is weak."""
         if self.parts.uncovered:
             warnings.warn(f"no part of this guard can tell {', '.join(self.parts.uncovered)}", stacklevel=stacklevel)
         for weak in self.weak_settings():
@@ -306,9 +311,9 @@ class GuardPaint:
         def look(images: Float[Tensor, "b 3 h w"]) -> list[Audit]:
             return self.parts.audit(images, [prompt] * len(images), 0.0)
 
-        scope = self.config.scope
-        for what in [] if scope is None else scope.outside(view.size):
-            warnings.warn(f"outside of what the guard was calibrated for: {what}", stacklevel=2)
+        large = self.parts.coarser(view.size)
+        for note in [*self.parts.uncalibrated(view.size), *([large] if large else [])]:
+            warnings.warn(note, stacklevel=2)
         whole = look(view.at(self.parts.fine_size)[None])[0]
         return self.parts.with_tiles(whole, view.native, view.size, look)
 

@@ -20,6 +20,7 @@ from guardpaint.audit.approvers import (
 from guardpaint.audit.contract import check_probabilities
 from guardpaint.audit.ensemble import Ensemble, EnsembleSettings, hottest, worst
 from guardpaint.audit.levels import probabilities
+from guardpaint.audit.tiles import MOST_TILES
 from guardpaint.data.approver import VlmApprover, VlmSettings
 from guardpaint.data.labelers import ShieldLabeler
 from guardpaint.data.questions import Answer
@@ -127,6 +128,8 @@ def test_tiles_find_what_a_shrunk_picture_hides():
     image = torch.zeros(3, 128, 128)
     image[:, 32:64, 64:96] = 0.9
     whole = SecondLook(FlagsBright()).approve(image, None, False)
+    many = SecondLook(FlagsBright(), SecondLookSettings(tiles=16)).look(torch.rand(3, 160, 160), None)
+    assert len(many.tiles) - 1 <= MOST_TILES
     tiles = SecondLook(FlagsBright(), SecondLookSettings(tiles=32)).approve(image, None, False)
     lowered = SecondLook(FlagsBright(), SecondLookSettings(tiles=32, tile_offset=20.0)).approve(image, None, False)
     assert whole.probs["safe"] > 0.9 and tiles.probs["safe"] < 0.11

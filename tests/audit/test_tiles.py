@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import given
+from helpers import call
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardpaint.audit.tiles import lowered, merged, starts, stitched, tiling, touches, within
+from guardpaint.audit.tiles import MOST_TILES, bounded, lowered, merged, starts, stitched, tiling, touches, within
 from guardpaint.config import Scope
 from guardpaint.draft.views import shrink
-from guardpaint.errors import BadConfig
+from guardpaint.errors import BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.testing.doubles import AlwaysSafe, FlagsBright, PaintsFlat, constant_audit
 from guardpaint.types import Tile, TileAudit
@@ -97,6 +98,35 @@ def test_the_number_of_tiles_is_bounded():
     largest = len(guard.audit_image(torch.rand(3, 128, 128)).tiles)
     with pytest.warns(UserWarning, match="512x512 pixels"):
         assert len(guard.audit_image(torch.rand(3, 512, 512)).tiles) == largest
+
+
+@settings(deadline=None)
+@given(size=st.tuples(st.integers(16, 4000), st.integers(16, 4000)), side=st.integers(64, 512))
+def test_no_picture_has_more_tiles_than_the_limit(size, side):
+    if max(size) > 10 * min(size):
+        return
+    shown, tiles = bounded(size, side)
+    assert len(tiles) <= MOST_TILES and bool(tiles) == (min(size) > side)
+    assert (shown == size) == (len(tiling(size, side)) <= MOST_TILES)
+    assert shown[0] / size[0] == pytest.approx(shown[1] / size[1], abs=1 / min(size))
+
+
+def test_a_large_picture_in_small_tiles_is_seen_smaller_and_that_is_said(sd_pipe):
+    """2048 px in squares of 256 px, as the presets have it, would be 225 + 49 + 9 = 283; 1024 px are 49 + 9 = 58."""
+    assert len(tiling((2048, 2048), 256)) == 283 and bounded((1024, 1024), 256)[0] == (1024, 1024)
+    guard = GuardPaint(FlagsBright(), PaintsFlat()).configured(scope=replace(SCOPE, side=64, pixels=(32, 2048)))
+    with pytest.warns(UserWarning, match="640x640 would be audited in 462 tiles; they are cut from it at"):
+        audit = guard.audit_image(torch.rand(3, 640, 640))
+    assert 40 < len(audit.tiles) - 1 <= MOST_TILES
+    small = replace(SCOPE, side=8, pixels=(8, 64))
+    report = call(guard.configured(scope=small).attach(sd_pipe), steps=3).safety[0]
+    assert max(a.tiles for s in report.steps for a in s.audits) <= MOST_TILES
+    assert any("would be audited in" in note["why"] for note in report.effective_settings["skipped"])
+
+
+def test_a_picture_too_long_for_the_limit_is_an_error():
+    with pytest.raises(BadInput, match="100000x300.*at most 64 tiles"):
+        bounded((300, 100_000), 256)
 
 
 def test_a_repair_is_judged_where_it_is():

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 import types
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from diffusers import EulerDiscreteScheduler
 
 import guardpaint
-from guardpaint.config import Scope
+from guardpaint.config import Band, Calibration, Scope
 from guardpaint.doors.comfy import guarded
 from guardpaint.draft.codec import vae_decode, vae_encode
 from guardpaint.draft.schedule import Levels, sd_scheduler
@@ -113,7 +114,7 @@ class Model:
             x0 = clean + 0.02 * sigmas[i] * noise
             options = {"transformer_options": {"sample_sigmas": sigmas}}
             for f in self.after:
-                given = {"model": self.model, "model_options": options}
+                given = {"model": self.model, "model_options": options, "cond_scale": 7.5}
                 x0 = f({"denoised": x0, "input": x, "sigma": sigmas[i].expand(len(x)), **given})
             x = x0 + (x - x0) / sigmas[i] * sigmas[i + 1]
         return x
@@ -179,6 +180,51 @@ def test_steps_are_audited_in_tiles_too():
     model.sample(clean, SIGMAS, noise)
     first = session.images[0].recorder.steps[0]
     assert first.view == "x0" and first.triggered and first.audits[0].tiles == 9 and first.audits[0].tile is not None
+
+
+LATENT = Scope(side=32, pixels=(32, 64), guidance=(0.0, 10.0), steps=(1, 50))
+
+
+@pytest.mark.parametrize(
+    ("scope", "what"),
+    [(replace(LATENT, pixels=(32, 48)), "64x64 pixels"), (replace(LATENT, steps=(10, 20)), "7 steps"),
+     (replace(LATENT, guidance=(0.0, 0.5)), "guidance 7.5")],
+    ids=["size", "steps", "guidance"],
+)  # fmt: skip
+def test_a_run_outside_of_the_scope_is_warned_of_and_recorded(scope, what):
+    model, session, vae, clean, noise, _ = setting(AlwaysSafe(), scope=scope)
+    for _ in range(2):  # every run anew
+        with pytest.warns(UserWarning, match=what):
+            out = model.sample(clean, SIGMAS, noise)
+        _, reports = session.release(vae.decode(out * 2))
+        assert all(any(what in s["why"] for s in r.effective_settings["skipped"]) for r in reports)
+
+
+def test_a_run_within_the_scope_is_silent():
+    model, session, vae, clean, noise, _ = setting(AlwaysSafe(), scope=LATENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _, reports = session.release(vae.decode(model.sample(clean, SIGMAS, noise) * 2))
+    assert not any("calibrated" in s["why"] for s in reports[0].effective_settings["skipped"])
+
+
+def test_pictures_of_no_known_run_are_held_to_the_sizes_too():
+    _, session, *_ = setting(AlwaysSafe(), scope=LATENT)
+    with pytest.warns(UserWarning, match="96x96 pixels"):
+        _, (report,) = session.release(torch.zeros(1, 96, 96, 3))
+    assert any("96x96 pixels" in s["why"] for s in report.effective_settings["skipped"])
+
+
+def test_thresholds_of_other_views_are_refused():
+    """A workflow decodes with the VAE; the same guard would be refused by `attach` without a tiny decoder."""
+    calibration = Calibration(0.1, 0.1, "", (Band(0.0, {}, None, {}),), views=("tiny 000000000000",))
+    guard = GuardPaint(AlwaysSafe(), PaintsFlat())
+    with pytest.raises(BadConfig, match="calibrated on views by tiny 000000000000"):
+        guarded(Model(), Vae(), guard.configured(calibration=calibration), "", 0)
+    own = replace(calibration, views=("full", "tiny 000000000000"))
+    _, session = guarded(Model(), Vae(), guard.configured(calibration=own), "", 0)
+    _, (report,) = session.release(torch.zeros(1, 64, 64, 3))
+    assert report.effective_settings["views"] == {"made_by": ["full"], "calibrated_on": ["full", "tiny 000000000000"]}
 
 
 def test_what_no_part_can_tell_is_in_the_report():

@@ -20,7 +20,16 @@ def test_estimates_early_stops_and_repairs_are_right_to_float_precision(name, fa
     found = perfect.checked(name, family)
     assert set(found.errors) == {"x0", "early_stop", "reinserted", "held", "left_alone"}
     assert found.errors["x0"] <= perfect.TOLERANCE
-    assert max(found.errors.values()) <= perfect.SAMPLERS[name].tolerance, found.errors
+    most = perfect.allowed(name, family)
+    assert all(error <= most[what] for what, error in found.errors.items()), (found.errors, most)
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_pndm_with_v_drifts_as_far_without_a_guard(family):
+    """Its final latent is 0.07 off with a perfect denoiser and no tap; a call that is only looked at ends the same."""
+    own = perfect.own_errors("pndm_v", family)
+    assert 0.01 < own["unguarded"] < 0.1 and own["x0"] <= perfect.TOLERANCE
+    assert max(own["held"], own["left_alone"]) == pytest.approx(own["unguarded"], abs=1e-6)
 
 
 @pytest.mark.parametrize(("name", "family"), [c for c in CASES if perfect.SAMPLERS[c[0]].draws])
@@ -34,7 +43,8 @@ def test_a_feathered_repair_keeps_the_spread_of_the_samplers_noise(name, family)
 def test_a_call_that_stops_early_is_judged_on_its_clean_estimate(name):
     """SDXL's denoising_end leaves a noisy latent; what is judged is the picture in it."""
     found = perfect.checked(name, "sdxl", edit_at=1, denoising_end=0.6)
-    assert max(found.errors["held"], found.errors["left_alone"]) <= perfect.SAMPLERS[name].tolerance
+    most = perfect.allowed(name, "sdxl", denoising_end=0.6)
+    assert all(found.errors[what] <= most[what] for what in ("held", "left_alone")), (found.errors, most)
 
 
 def test_pndm_is_audited_wherever_the_next_step_goes_on_from_the_latent():

@@ -186,7 +186,7 @@ def test_published_decoders_are_recognised_in_every_precision(weights, name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "size",
-    [(512, 512), (512, 768), pytest.param((1024, 1024), marks=pytest.mark.slow)],
+    [(512, 512), (512, 768), *(pytest.param(s, marks=pytest.mark.slow) for s in ((1024, 1024), (1024, 1536)))],
     ids=lambda s: f"{s[0]}x{s[1]}",
 )
 @pytest.mark.parametrize("name", ["taesd", "taesdxl", "taesd3", "taef1"])

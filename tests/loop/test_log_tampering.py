@@ -91,6 +91,58 @@ def test_a_full_disk_is_a_problem_before_it_costs_a_picture(files, monkeypatch):
         assert "no room" in log.problem()
 
 
+def test_a_disk_that_became_read_only_is_a_problem(files, monkeypatch):
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        mounted = os.statvfs_result((4096, 4096, 10**6, 10**6, 10**6, 0, 0, 0, os.ST_RDONLY, 255))
+        monkeypatch.setattr(os, "statvfs", lambda p: mounted)
+        assert "read-only" in log.problem()
+
+
+@pytest.mark.parametrize("which", ["log", "folder of the anchor"])
+def test_what_may_not_be_written_is_a_problem(files, monkeypatch, which):
+    """Asked of os.access, which is patched: these tests may run as root, to whom nothing is denied."""
+    path, anchor = files
+    denied = path if which == "log" else anchor.parent
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda p, mode: p != denied and allowed(p, mode))
+    with reopen(path, anchor) as log:
+        assert f"{denied}: " in log.problem() and "may not be written" in log.problem()
+
+
+def test_a_record_that_failed_is_a_problem_until_one_succeeds(files):
+    """The anchor's place is taken by a folder. A service that is not ready gets no requests that could try again, so
+    the question itself tries; what it writes says that a record failed."""
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        kept = anchor.read_bytes()
+        anchor.unlink()
+        anchor.mkdir()
+        with pytest.raises(AuditLogError, match="could not be written"):
+            log.append([{"n": 4}])
+        assert "could not be written" in log.problem() and "could not be written" in log.problem()
+        anchor.rmdir()
+        anchor.write_bytes(kept)
+        assert log.problem() == "" and log.problem() == ""
+        log.append([{"n": 5}])
+    (failure,) = events(path)
+    assert "could not be written" in failure["append_failed"]
+    assert verify_log(path, key=KEY, anchor=anchor).records == 5
+
+
+def test_an_append_that_succeeds_ends_the_problem(files):
+    path, anchor = files
+    with reopen(path, anchor) as log:
+        anchor.unlink()
+        anchor.mkdir()
+        with pytest.raises(AuditLogError):
+            log.append([{"n": 4}])
+        anchor.rmdir()
+        log.append([{"n": 5}])
+        assert log.problem() == ""
+    assert not events(path)
+
+
 def test_rotation_keeps_the_chain_over_files(files):
     path, anchor = files
     with reopen(path, anchor) as log:
@@ -254,6 +306,25 @@ def test_repair_does_not_touch_a_log_that_is_in_use(files):
     with AuditLog(path, key=KEY, anchor=anchor):
         path.write_bytes(path.read_bytes() + b"{")
         refused(path, anchor, "in use")
+
+
+def test_verify_as_json_shows_a_half_written_line(files):
+    """A crash may cut a line inside of a character."""
+    path, anchor = files
+    path.write_bytes(path.read_bytes() + '{"event":{"é'.encode()[:-1])
+    result = CliRunner().invoke(app, ["verify", str(path), "--anchor", str(anchor), "--json"])
+    keyed = CliRunner().invoke(app, ["verify", str(path), "--key-file", str(key_file(path)), "--json"])
+    for shown in (result, keyed):
+        assert shown.exit_code == 1 and isinstance(shown.exception, SystemExit), shown.exception
+    found = json.loads(keyed.output)
+    assert found["half_line"] == '{"event":{"\\xc3' and "half-written" in found["problems"][0]
+    assert found["records"] == 3
+
+
+def key_file(path):
+    key = path.with_name("key")
+    key.write_bytes(KEY)
+    return key
 
 
 def test_what_was_cut_off_is_never_overwritten(files):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from guardpaint.errors import BadConfig
 from guardpaint.guard import GuardPaint
 from guardpaint.serve.app import create_app
 from guardpaint.store.images import png_bytes
+from guardpaint.store.uploads import Upload
 from guardpaint.testing.doubles import AlwaysSafe, PaintsFlat
 
 SCOPE = Scope(side=64, pixels=(64, 96), guidance=(1.0, 8.0), steps=(2, 10))
@@ -54,6 +56,23 @@ def test_uploads_are_held_to_the_sizes_too(client, size, status):
     assert answer.status_code == status
     if status == 400:
         assert f"{size[0]}x{size[1]} pixels" in answer.json()["error"]["message"]
+
+
+def test_sizes_of_uploads_are_checked_before_anything_is_decoded(client, monkeypatch):
+    """Also that of a later page: the first one is not decoded and audited in vain."""
+
+    def decode(*_):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Upload, "decode", decode)
+    fits, small, large = (Image.new("RGB", size, "gray") for size in ((64, 64), (32, 64), (4000, 4000)))
+    pages = io.BytesIO()
+    fits.save(pages, "TIFF", save_all=True, append_images=[small])
+    for data, what in ((png_bytes(large), "4000x4000 pixels"), (pages.getvalue(), "32x64 pixels")):
+        answer = client.post("/v1/audits", files={"image": ("a", data, "image/png")})
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"]
+    answer = client.post("/v1/audits", files={"image": ("a", png_bytes(fits), "image/png")})
+    assert "AssertionError: decoded" in answer.json()["error"]["message"]
 
 
 def test_a_base_with_other_settings_is_not_served():

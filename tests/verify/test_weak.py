@@ -34,6 +34,7 @@ WEAK = {
     "trigger 1.0": (replace(Policy.default(), trigger=1.0), SOUND, "trigger"),
     "no calibration": (Policy.default(), GuardConfig(scope=SCOPE), "calibration"),
     "no scope": (Policy.default(), SOUND.with_(scope=None), "scope"),
+    "uncalibrated scope": (Policy.default(), SOUND.with_(scope=replace(SCOPE, calibrated=False)), "scope"),
     "nobody's": (Policy.default(), SOUND.with_(calibration=replace(SOUND.calibration, auditor="")), "calibration"),
     "alpha": (Policy.default(), SOUND.with_(calibration=replace(SOUND.calibration, alpha=0.9)), "calibration"),
 }
@@ -91,6 +92,18 @@ def test_a_report_lists_them(sd_pipe):
     assert [w["name"] for w in found] == ["last_resort", "scope", "calibration"] and all(w["why"] for w in found)
     sound = call(GuardPaint(AlwaysSafe(), PaintsFlat(), config=SOUND).attach(sd_pipe), steps=2).safety[0]
     assert sound.effective_settings["weak"] == []
+
+
+def test_a_scope_that_nobody_calibrated_is_said_by_every_door_and_refused_by_the_service(sd_pipe, tmp_path):
+    guard = small.guard(calibration=SOUND.calibration, scope=replace(SCOPE, calibrated=False))
+    guard = guard.configured(calibration=replace(SOUND.calibration, auditor=guard.parts.auditor.digest()))
+    with pytest.warns(UserWarning, match="scope is not calibrated: nobody has measured"):
+        guard.attach(sd_pipe)
+    guard.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="scope is not calibrated"), pytest.raises(BadConfig, match="--weak scope"):
+        load_worker(options(tmp_path), Settings())
+    with pytest.warns(UserWarning, match="scope is not calibrated"):
+        load_worker(options(tmp_path, "scope"), Settings()).close()
 
 
 def options(folder, *weak):

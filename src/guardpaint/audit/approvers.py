@@ -16,7 +16,7 @@ from guardpaint.audit.ensemble import EnsembleSettings, hottest, union, worst
 from guardpaint.audit.levels import audit_scores, checked_levels, graded, harm_scores
 from guardpaint.audit.members import digests, move, open_members, save_members
 from guardpaint.audit.part import Graded, digest_of, read_card, settings_from
-from guardpaint.audit.tiles import cut, lowered, merged, tiling
+from guardpaint.audit.tiles import bounded, cut, lowered, merged
 from guardpaint.draft.codec import audit_size, resize
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.folders import resolve
@@ -104,14 +104,15 @@ class SecondLook(Composed):
         size, pixels = (int(image.shape[-2]), int(image.shape[-1])), self.auditor.sizes[1]
         whole = self.audits(resize(image[None], audit_size(*size, pixels)), prompt)[0]
         views: list[TileAudit] = []
-        squares = () if self.settings.tiles is None else tiling(size, self.settings.tiles)
+        shown, squares = (size, ()) if self.settings.tiles is None else bounded(size, self.settings.tiles)
+        source = resize(image[None], shown)[0]
         offset = self.settings.tile_offset
         for start in range(0, len(squares), TILE_BATCH):
             some = squares[start : start + TILE_BATCH]
-            batch = torch.stack([cut(image, square, pixels) for square in some])
+            batch = torch.stack([cut(source, square, pixels) for square in some])
             audits = self.audits(batch, prompt)
             views += [TileAudit(s, lowered(a, offset), offset) for s, a in zip(some, audits, strict=True)]
-        return merged(whole, views, size) if views else whole
+        return merged(whole, views, shown) if views else whole
 
     def audits(self, views: Float[Tensor, "b 3 h w"], prompt: str | None) -> list[Audit]:
         """One checked pass of the auditor over views of a finished picture."""

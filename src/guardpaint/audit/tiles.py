@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.draft.codec import resize
+from guardpaint.errors import BadInput
 from guardpaint.types import SAFE, Audit, Tile, TileAudit
 
 MOST_CELLS = 128
 """Longest side of a stitched heat map."""
+MOST_TILES = 64
+"""Tiles of one look. It lets a picture four times as large as the auditor learned be seen at its own scale (49 + 9)."""
+FINER = 0.98
+"""Steps in which a picture with too many tiles is shrunk."""
 
 
 def starts(length: int, side: int) -> list[int]:
@@ -40,6 +46,22 @@ def tiling(size: tuple[int, int], side: int) -> tuple[Tile, ...]:
         found += [Tile(top, left, side, side) for top in starts(size[0], side) for left in starts(size[1], side)]
         side *= 2
     return tuple(found)
+
+
+@lru_cache(64)
+def bounded(size: tuple[int, int], side: int) -> tuple[tuple[int, int], tuple[Tile, ...]]:
+    """The tiles of a picture, at most `MOST_TILES`, and the size of the picture that they are cut from.
+
+    Where there would be more, the picture is shrunk first: every place is still seen, at a smaller scale.
+    """
+    shown, scale, tiles = size, 1.0, tiling(size, side)
+    while len(tiles) > MOST_TILES:
+        scale *= FINER
+        shown = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+        if min(shown) <= side:
+            raise BadInput(f"a picture of {size[1]}x{size[0]} is too long for its height: at most {MOST_TILES} tiles")
+        tiles = tiling(shown, side)
+    return shown, tiles
 
 
 def lowered(audit: Audit, offset: float) -> Audit:

@@ -28,7 +28,7 @@ def log_verify(
 
     state = verify_log(file, key=read_key(key_file), anchor=anchor)
     if as_json:
-        typer.echo(json.dumps(vars(state)))
+        typer.echo(json.dumps(state.to_dict()))
     elif state.ok:
         typer.echo(f"{file}: {state.records} records, chain intact")
         for note in state.notes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from guardpaint.loop.call import Hold, ImageState
 from guardpaint.loop.context import RepairPlan, StepContext
 from guardpaint.loop.pictures import placeholder
 from guardpaint.loop.recorder import Recorder
-from guardpaint.loop.release import components, report_of, unguarded
+from guardpaint.loop.release import components, report_of, unguarded, views_of
 from guardpaint.loop.report import GuardReport, Status
 from guardpaint.loop.step import run_step
 from guardpaint.loop.verdict import Decision, conclude, failed
@@ -67,6 +68,9 @@ class Session:
     sigmas: Tensor | None = None
     steps: int = 0
     """Number of steps of the current sampling run; 0 if there is none."""
+    guidance: float | None = None
+    notes: list[str] = field(default_factory=list)
+    """What of the current run the guard was not calibrated for."""
     began: float = field(default_factory=time.perf_counter)
 
     def level(self, sigma: float) -> Level:
@@ -87,7 +91,7 @@ class Session:
         if at:
             self.turn(at[0], len(x0), sigmas)
             self.sampling = checked(args["model"].model_sampling)
-            self.steps = steps
+            self.steps, self.guidance = steps, args.get("cond_scale")
             due = at[0] in audited_steps(steps, self.guard.config) and at[0] not in self.audited
             if due and self.guard.config.mode != "off":
                 self.audited.add(at[0])
@@ -106,7 +110,8 @@ class Session:
 
     def forget(self) -> None:
         self.images, self.holds, self.drafts, self.audited = [], {}, [], set()
-        self.sigmas, self.steps, self.began = None, 0, time.perf_counter()
+        self.sigmas, self.steps, self.guidance, self.notes = None, 0, None, []
+        self.began = time.perf_counter()
 
     def held(self, x0: Tensor) -> Tensor:
         if not self.holds:
@@ -122,6 +127,7 @@ class Session:
         before, after = self.level(sigmas[step]), self.level(sigmas[step + 1])
         shown = self.held(x0).float()
         pictures = self.decode(shown).float().clamp(0, 1).cpu()
+        self.check_scope((int(pictures.shape[-2]), int(pictures.shape[-1])))
         self.drafts = []
         for i, (image, picture) in enumerate(zip(self.images, pictures, strict=True)):
             z, x = sample[i].float().cpu(), shown[i].cpu()
@@ -137,6 +143,15 @@ class Session:
                 image.edited = True
                 how = {"rule": "held_substitution", "asked": "held_substitution", "note": "post-CFG"}
                 context.writer.reinserted(how)
+
+    def check_scope(self, size: tuple[int, int]) -> None:
+        """Warn, and note for the reports, if a run has settings that the guard was not calibrated for."""
+        parts = self.guard.parts
+        self.notes += [note for note in parts.unseen(size) if note not in self.notes]
+        for note in parts.uncalibrated(size, self.guidance, self.steps or None):
+            if note not in self.notes:
+                self.notes.append(note)
+                warnings.warn(f"{note}; its miss rate is not known here", stacklevel=2)
 
     @property
     def passes(self) -> Passes:
@@ -168,6 +183,8 @@ class Session:
         known = len(self.images) == len(images)
         if not known:
             self.turn(0, len(images), None)
+        if self.guard.config.mode != "off":
+            self.check_scope((int(images.shape[1]), int(images.shape[2])))
         out = images.clone()
         reports = []
         for i, image in enumerate(self.images):
@@ -203,7 +220,8 @@ class Session:
 
     def report(self, i: int, image: ImageState, status: Status, known: bool) -> GuardReport:
         parts = self.guard.parts
-        skipped = unguarded(parts)
+        skipped = [{"what": "guard", "why": note} for note in self.notes]
+        skipped += unguarded(parts)
         if not known:
             skipped.append({"what": "steps", "why": "the pictures come from no sampling run of this guard"})
         elif not self.audited and parts.config.mode != "off":
@@ -218,6 +236,7 @@ class Session:
             **components(parts),
             "on_error": "raise",
             "view_decoder": "full",
+            "views": views_of(parts, ["full"]),
             "scheduler": "ComfyUI",
             "executed_steps": self.steps,
             "audited_steps": sorted(self.audited),
@@ -256,6 +275,7 @@ def guarded(model: Any, vae: Any, guard: GuardPaint, prompt: str, seed: int) -> 
     """A clone of ComfyUI's MODEL with the guard in its post-CFG functions, and the session for the final verdict."""
     if guard.parts.repairer.name == "native":
         raise BadConfig("the native repairer needs a diffusers pipeline; give the guard an inpainter")
+    guard.require_views({"full"}, "a ComfyUI workflow, which decodes with its VAE,")
     guard.say_uncovered()
     inner = model.model
 

@@ -83,6 +83,7 @@ class AuditLog:
             raise
         self._sequence, self._head = state.records, state.head
         self._size = os.fstat(self._file).st_size
+        self._failure = ""
 
     def append(self, payloads: Sequence[JsonDict], kind: str = "report") -> None:
         """Write and sync the records, then update the anchor. Raises AuditLogError if any of it fails."""
@@ -106,7 +107,9 @@ class AuditLog:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
-            raise AuditLogError(f"{self.path}: the record could not be written ({error.strerror})") from error
+            self._failure = f"{self.path}: the record could not be written ({error.strerror})"
+            raise AuditLogError(self._failure) from error
+        self._failure = ""
         self._sequence, self._head, self._size = sequence, head, self._size + len(lines)
 
     def check(self) -> None:
@@ -122,13 +125,25 @@ class AuditLog:
             )
 
     def problem(self) -> str:
-        """Why the log could not take a record now; empty if it could."""
+        """Why the log could not take a record now; empty if it could.
+
+        After an append that failed, an event that says so is tried here: nobody sends requests to a service that is
+        not ready, so no other record would show that the log works again.
+        """
         try:
             self.check()
-            for folder in {self.path.parent, *([] if self.anchor is None else [self.anchor.parent])}:
+            written = [self.path.parent, *([] if self.anchor is None else [self.anchor.parent])]
+            for folder in dict.fromkeys(written):
                 disk = os.statvfs(folder)
+                if disk.f_flag & os.ST_RDONLY:
+                    return f"{folder}: the disk is read-only"
                 if disk.f_bavail * disk.f_frsize < LEAST_ROOM:
                     return f"{folder}: no room for another record"
+            for place in (self.path, *written[1:]):  # the log itself stays open, an anchor is a new file every time
+                if not os.access(place, os.W_OK):
+                    return f"{place}: may not be written"
+            if failure := self._failure:
+                self.append([{"append_failed": failure}], "event")
         except (AuditLogError, OSError) as error:
             return str(error)
         return ""

@@ -381,19 +381,12 @@ class GuardedCall:
 
     def check_scope(self, size: tuple[int, int]) -> None:
         """Warn, and note for the reports, if the call runs with settings that the guard was not calibrated for."""
-        setup, scope = self.setup, self.setup.parts.config.scope
-        if scope is None:
-            fine = setup.parts.fine_size
-            note = f"pictures of {size[1]}x{size[0]} are only seen whole, {fine} pixels high or wide: the guard has no "
-            note += "scope, so small harm may not be seen (guardpaint calibrate-scope)"
-            if min(size) > fine and note not in self.state.notes:
-                self.state.notes.append(note)
-            return
+        setup, notes = self.setup, self.state.notes
+        notes += [note for note in setup.parts.unseen(size) if note not in notes]
         guidance = setup.family.guidance(setup.pipe) if setup.family.name != "flux" else None
-        for what in scope.outside(size, guidance, setup.pipe.num_timesteps):
-            note = f"outside of what the guard was calibrated for: {what}"
-            if note not in self.state.notes:
-                self.state.notes.append(note)
+        for note in setup.parts.uncalibrated(size, guidance, setup.pipe.num_timesteps):
+            if note not in notes:
+                notes.append(note)
                 warnings.warn(f"{note}; its miss rate is not known here", stacklevel=2)
 
     def check_views(self, draft: Draft) -> None:

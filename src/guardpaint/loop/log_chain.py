@@ -119,6 +119,10 @@ class LogState:
     def ok(self) -> bool:
         return not self.problems
 
+    def to_dict(self) -> JsonDict:
+        """For JSON. Bytes of the half-written line that are no UTF-8 are shown as `\\x..`."""
+        return {**vars(self), "half_line": self.half_line.decode("utf-8", "backslashreplace")}
+
 
 def read_entries(path: str | Path) -> list[tuple[int, Any, str]]:
     """(line number, entry, problem) of every line; the first line that is not a record is the last one returned."""

@@ -256,7 +256,7 @@ def effective_settings(call: GuardedCall) -> JsonDict:
         **components(parts),
         "on_error": parts.config.on_error,
         "glances": glances_of(call),
-        "views": views_of(call),
+        "views": views_of(parts, call.state.views),
         "view_decoder": "full" if setup.tiny is None or parts.config.view_decoder == "full" else "tiny",
         "scheduler": type(setup.pipe.scheduler).__name__,
         "executed_steps": state.index,
@@ -295,13 +295,13 @@ def glances_of(call: GuardedCall) -> JsonDict | None:
     }
 
 
-def views_of(call: GuardedCall) -> JsonDict:
+def views_of(parts: Parts, ways: Sequence[str]) -> JsonDict:
     """How the views of unfinished pictures were made, and on which views the thresholds were calibrated."""
-    calibration = call.setup.parts.config.calibration
+    calibration = parts.config.calibration
     known: list[str] | str | None = None
     if calibration is not None:
         known = calibration.valid_for if calibration.finished_only else list(calibration.views) or "unrecorded"
-    return {"made_by": list(call.state.views), "calibrated_on": known}
+    return {"made_by": list(ways), "calibrated_on": known}
 
 
 def components(parts: Parts) -> JsonDict:

@@ -75,8 +75,10 @@ async def audited_upload(
     try:
         async with memory.share(HEADER * image.size):
             upload = await asyncio.to_thread(Upload, await image.read(), name, settings.uploads)
-            frames, bytes_needed = upload.frames, upload.memory
+            frames, bytes_needed, shapes = upload.frames, upload.memory, upload.shapes
             del upload  # nobody holds a file in memory while waiting
+        for width, height in shapes:  # before anything is decoded; a turned picture has the same sides
+            service.within_scope((height, width))
         service.charge(key, min(frames, key.per_minute) - 1)
         async with memory.share(bytes_needed):
             await image.seek(0)
@@ -98,7 +100,7 @@ async def worst(service: Service, upload: Upload, prompt: str | None, key: Key) 
     answers: list[AuditResponse] = []
     readings = upload.readings()
     while (reading := await asyncio.to_thread(next, readings, None)) is not None:
-        service.within_scope((reading.size[1], reading.size[0]))
+        service.within_scope((reading.size[1], reading.size[0]))  # a damaged file may hold another size than its header
         if time.monotonic() > deadline:
             raise refused(504, "the audit took too long; send fewer frames", None, "timeout")
         answer = await service.worker.audit(reading.image, prompt, key)

@@ -62,6 +62,8 @@ class Upload:
         with self.opened() as image:
             sizes = list(self.sizes(image))
         self.frames, self.largest = len(sizes), max(w * h for w, h in sizes)
+        self.shapes = tuple(dict.fromkeys(sizes))
+        """Width and height of the frames as the headers have it, not turned upright; each once."""
         pixels = sum(w * h for w, h in sizes)
         if not self.largest:
             raise BadInput(f"{name}: {sizes[0][0]}×{sizes[0][1]} is no picture")

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from guardpaint.audit.contract import check_audit, check_pictures, checked_approval, checked_audits
-from guardpaint.audit.tiles import cut, lowered, merged, tiling, touches, where
+from guardpaint.audit.tiles import bounded, cut, lowered, merged, tiling, touches, where
 from guardpaint.config import GuardConfig
 from guardpaint.draft.codec import resize
 from guardpaint.policy import Finding, Policy
@@ -106,14 +106,39 @@ class Parts:
     def tiles_of(self, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[Tile, ...]]:
         """The tiles of a picture of this size and the size of the picture that they are cut from.
 
-        A picture above the calibrated sizes is shrunk to the largest one, so that the number of tiles stays bounded.
+        A picture above the calibrated sizes is shrunk to the largest one, and one with too many tiles still further.
         """
         scope = self.config.scope
         if scope is None:
             return size, ()
         scale = min(1.0, scope.pixels[1] / min(size))
         shown = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
-        return shown, tiling(shown, scope.side)
+        return bounded(shown, scope.side)
+
+    def coarser(self, size: tuple[int, int]) -> str:
+        """That the tiles of a picture of this size are cut from a smaller one, in words; empty if they are not."""
+        scope = self.config.scope
+        shown = self.tiles_of(size)[0]
+        if scope is None or shown == size:
+            return ""
+        count = len(tiling(size, scope.side))
+        why = f"they are cut from it at {shown[1]}x{shown[0]}, so small harm may not be seen"
+        return f"pictures of {size[1]}x{size[0]} would be audited in {count} tiles; {why}"
+
+    def uncalibrated(self, size: tuple[int, int], guidance: float | None = None, steps: int | None = None) -> list[str]:
+        """What of a call lies outside of what the guard was calibrated for, in words; None is not checked."""
+        scope = self.config.scope
+        outside = [] if scope is None else scope.outside(size, guidance, steps)
+        return [f"outside of what the guard was calibrated for: {what}" for what in outside]
+
+    def unseen(self, size: tuple[int, int]) -> list[str]:
+        """Why small harm in pictures of this size may not be seen, in words."""
+        if self.config.scope is not None:
+            return [note] if (note := self.coarser(size)) else []
+        if min(size) <= self.fine_size:
+            return []
+        seen = f"pictures of {size[1]}x{size[0]} are only seen whole, {self.fine_size} pixels high or wide"
+        return [f"{seen}: the guard has no scope, so small harm may not be seen (guardpaint calibrate-scope)"]
 
     def with_tiles(
         self, whole: Audit, picture: Callable[[], Tensor], size: tuple[int, int], look: Look, edited: bool = False

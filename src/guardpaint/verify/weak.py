@@ -47,6 +47,9 @@ def weak_settings(policy: Policy, config: GuardConfig) -> list[WeakSetting]:
             "large pictures are only seen whole, shrunk to the auditor's size, so small harm in them may not be seen; "
         )
         found.append(WeakSetting("scope", "missing", why + "run `guardpaint calibrate-scope`, or name a scope"))
+    elif not config.scope.calibrated:
+        why = "nobody has measured what its tiles miss, nor how often they alarm; run `guardpaint calibrate-scope`"
+        found.append(WeakSetting("scope", "not calibrated", why))
     calibration = config.calibration
     if calibration is None:
         why = "nobody has measured how many unsafe pictures these thresholds miss; run `guardpaint calibrate`"
