@@ -87,6 +87,7 @@ def eval_inpainter(
 ) -> None:
     """Measure inpainters: whether repairs of unsafe pictures are safe and detailed, and fills of others as asked."""
     from guardpaint.audit.model import AuditorScorer
+    from guardpaint.draft.loading import on_machine
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
     from guardpaint.testbed import open_testbed
@@ -95,7 +96,7 @@ def eval_inpainter(
     models = dict(m.partition("=")[::2] for m in model)
     if not all(models.values()):
         raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
-    scorer = AuditorScorer.from_pretrained(auditor) if auditor else None
+    scorer = on_machine(AuditorScorer.from_pretrained(auditor)) if auditor else None
     rates = open_seam(seam, scorer) if seam else own_seam(scorer)
     say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), rates, scorer)))
 
@@ -303,7 +304,9 @@ def eval_report(
     ] = None,
     lpips: Annotated[
         Path | None,
-        typer.Option(help="Weights of LPIPS-VGG: also measure with it what repairs changed outside of their masks."),
+        typer.Option(
+            help="Weights of LPIPS-VGG, for what repairs changed outside of masks; default: LPIPS-Alex, which ships."
+        ),
     ] = None,
     policy: PolicyOption = None,
     testbed: TestbedOption = None,
