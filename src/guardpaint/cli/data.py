@@ -423,6 +423,7 @@ def pairs(
 ) -> None:
     """Make pairs for the inpainter: unsafe picture, mask, safe version, unsafe prompt."""
     from guardpaint.audit.model import AuditorScorer
+    from guardpaint.draft.loading import on_machine
     from guardpaint.errors import BadInput
     from guardpaint.testbed import InpainterLessons, need, open_testbed
 
@@ -439,7 +440,7 @@ def pairs(
 
     if auditor is None or inpainter is None:
         raise BadInput("--corpus needs --auditor for the masks and --inpainter for the targets")
-    judge = AuditorScorer.from_pretrained(auditor)
+    judge = on_machine(AuditorScorer.from_pretrained(auditor))
     counts = from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter)
     typer.echo(", ".join(f"{n} {what}" for what, n in counts.items()))
 

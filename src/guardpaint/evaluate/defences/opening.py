@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
 from guardpaint.evaluate.defences.base import Defence
@@ -147,7 +148,7 @@ def open_defence(
     else:
         extra: dict[str, Any] = {}
         if name == "post_hoc_inpaint" and part:
-            extra["repairer"] = PipelineRepairer.from_pretrained(part)
+            extra["repairer"] = on_machine(PipelineRepairer.from_pretrained(part))
         elif name == "post_hoc_inpaint":
             if testbed is None:
                 raise BadInput("post_hoc_inpaint needs a repairer; name it as in post_hoc_inpaint@FOLDER")
