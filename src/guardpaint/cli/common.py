@@ -85,6 +85,10 @@ BASE_OPTIONS: dict[str, Any] = {
     ],
 }
 """Options of every command that opens base models; they apply to each base."""
+BatchOption = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Prompts drawn at once. Default: 10, and 1 for pictures above 512 pixels."),
+]
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
 ]

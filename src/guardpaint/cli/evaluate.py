@@ -10,6 +10,7 @@ from rich.console import Console
 
 from guardpaint.cli import protocols
 from guardpaint.cli.common import (
+    BatchOption,
     CallOption,
     DeviceOption,
     MapOption,
@@ -267,6 +268,7 @@ def eval_run(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
+    batch: BatchOption = None,
     testbed: TestbedOption = None,
     *,
     options: BaseOptions,
@@ -283,7 +285,7 @@ def eval_run(
     asked = harness.RunOptions(
         suite, base, defence, out_dir, guard, None if every else n, attacks, searched, file_format, pictures,
         judge or harness.OWN_JUDGE[:1], metric or [], processes, ray, testbed,
-        with_settings(options, settings), files, call or [],
+        with_settings(options, settings), files, call or [], batch=batch,
     )  # fmt: skip
     for line in harness.run(asked):
         typer.echo(line)
