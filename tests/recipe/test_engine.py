@@ -364,6 +364,12 @@ def test_the_disk_has_to_hold_downloads_too(tmp_path, monkeypatch, free, cached,
     assert (said is None) if message is None else message in said
 
 
+def test_the_split_needs_the_captions_that_it_is_given(tmp_path):
+    """The bare command fails without them, and not only the engine."""
+    stage = open_engine(PAPER, tmp_path / "out").recipe.stage("split")
+    assert "corpus/captions.jsonl" in stage.inputs and "--captions" in stage.words
+
+
 def test_models_that_do_not_fit_the_planned_memory_are_offloaded(tmp_path):
     """Every stage that draws on a base with more weights than it plans memory for says --offload model."""
     made = open_engine(PAPER, tmp_path / "out")

@@ -292,13 +292,21 @@ def build(
         bool,
         typer.Option(help="Keep every harm over its threshold, not just the strongest; views and training use all."),
     ] = False,
+    captions: Annotated[
+        bool, typer.Option("--captions", help="Fail unless `data caption` has written captions.jsonl.")
+    ] = False,
 ) -> None:
     """Decide labels, drop the dead zone, group near-duplicates, split 70/15/15; write splits and a dataset card."""
     from guardpaint.data import card
     from guardpaint.data.labelling import Thresholds
     from guardpaint.data.store import Corpus
+    from guardpaint.errors import BadInput
     from guardpaint.store.checkpoint import read_json
 
+    if captions and not (corpus / card.CAPTIONS).exists():
+        raise BadInput(
+            f"{corpus / card.CAPTIONS}: missing; run `guardpaint data caption` first, or leave --captions out"
+        )
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
     labels = store.one(labels)
     facts = card.build(store, labels, cuts, seed, several=several)
