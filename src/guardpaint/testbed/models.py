@@ -1,4 +1,4 @@
-"""Models that a testbed's file names for attacks: a surrogate text encoder, a rewriter behind an endpoint, a filter."""
+"""Models that a testbed's file names for attacks: a surrogate text encoder, a rewriter behind an endpoint."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.stock_checker import StockCheckerDefence
 from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.evaluate.defences.world_filter import world_filter
 from guardpaint.evaluate.evaluated_base import StockChecker
 from guardpaint.guard import GuardPaint
 from guardpaint.repair.pipeline import PipelineRepairer
@@ -125,7 +126,7 @@ def open_defence(
     if name in FREE:
         free = FREE[name]()
         if name == "prompt_filter":
-            free = prompt_filter.stock_filter(testbed().lexicon() if testbed else Lexicon())
+            free = world_filter(testbed().lexicon() if testbed else Lexicon())
         fields = {k: str(v) for k, v in vars(free).items() if not k.startswith("_")}
         return free, short_hash(name, fields, inspect.getsource(inspect.getmodule(type(free)) or type(free)))
     whole, _, options = name.partition(":")
