@@ -36,7 +36,7 @@ SeamOption = Annotated[
     typer.Option(
         "--seam",
         help="Seam metric: auditor_backbone, pixels, lpips_alex, lpips_alex:FILE or lpips_vgg:FILE (safetensors). "
-        "Default: the guard's own.",
+        "Default: the guard's own, and lpips_alex for a new one.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
