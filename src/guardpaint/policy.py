@@ -101,6 +101,14 @@ def shipped_policies() -> list[str]:
     return sorted(file.stem for file in SHIPPED.glob("*.yaml"))
 
 
+def policy_file(name: str | Path) -> Path:
+    """The file that a policy's name means: the file itself, or the shipped one if there is none of that name."""
+    path = Path(name)
+    if path.name == str(path) and path.name in shipped_policies() and not path.exists():
+        return SHIPPED / f"{path.name}.yaml"
+    return path
+
+
 @dataclass(frozen=True)
 class Finding:
     """Why an audit triggered."""
@@ -231,9 +239,7 @@ class Policy:
     @classmethod
     def load(cls, path: str | Path) -> Policy:
         """Read a policy from a YAML file, or the shipped one of that name (`paper`) if there is no such file."""
-        path = Path(path)
-        if path.name == str(path) and path.name in shipped_policies() and not path.exists():
-            path = SHIPPED / f"{path.name}.yaml"
+        path = policy_file(path)
         try:
             with path.open("rb") as file:
                 raw = file.read(MOST_BYTES + 1)

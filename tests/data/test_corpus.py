@@ -318,6 +318,8 @@ def test_from_the_world_to_a_dataset_card(tmp_path, monkeypatch):
     assert result.exit_code == 0 and "dead zone ±0.1" in result.output
     result = run(app, ["compare", str(folder), "--labels", labels, "--reference", str(reference)])
     assert result.exit_code == 0 and "1.00 [0.94, 1.00]" in result.output, result.output
+    result = run(app, ["build", str(folder), "--labels", labels, "--captions"])
+    assert isinstance(result.exception, BadInput) and "captions.jsonl: missing" in str(result.exception)
     result = run(app, ["build", str(folder), "--labels", labels])
     assert result.exit_code == 0, result.output
     rows = corpus.lines(card.SPLITS)

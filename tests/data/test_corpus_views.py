@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from guardpaint.audit.model import AuditorScorer
-from guardpaint.cli.main import app
+from guardpaint.cli.main import app, main
 from guardpaint.data import card, corpus_views, sources, store, views
 from guardpaint.data.labelling import Thresholds
 from guardpaint.data.questions import Answer
@@ -389,3 +392,38 @@ def test_what_does_not_fit_is_named(corpus, folder, tmp_path):
     views.store([of_a_world(8)], mixed / "dolls-train.pt")
     with pytest.raises(BadInput, match="in its own folder"):
         trainer.find_views(mixed, "train")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_loses_no_file_and_the_next_run_goes_on(corpus, tmp_path, monkeypatch, capsys, code):
+    """The disk fills up at the third file; without a traceback, and no half of it stays."""
+    monkeypatch.setattr(corpus_views, "SHARD", 16)
+    words = ["data", "corpus-views", str(corpus.root), "--base", "tiny-sd", "--name", "tiny", "--out", str(tmp_path),
+             "--steps", "2", "--pixels", "32", "--coarse", "16"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["guardpaint", *words])
+    fsync, writes = os.fsync, []
+
+    def full(handle):
+        writes.append(handle)
+        if len(writes) == 3:
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(SystemExit) as left:
+            main()
+    said = capsys.readouterr().err
+    last = said.strip().splitlines()[-1]
+    assert left.value.code == 1 and last.startswith("error: the disk is full") and last.endswith("same command again")
+    kept = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    assert sorted(kept) == ["tiny-00000-train.pt", "tiny-00001-train.pt"]
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    rows = [r for r in corpus.lines(card.SPLITS) if r["split"] == "train"]
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == -(-len(rows) // 16) > 3
+    assert {p.name: p.stat().st_mtime_ns for p in files if p.name in kept} == kept, "finished files are not made again"
+    seeds = {int(seed) for file in files for seed in load_views(file).seeds}
+    assert seeds == {corpus_views.seed_of(r["key"]) for r in rows}

@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 import vlms
-from elsewhere import CALL, STRICT, rarely
+from elsewhere import CALL, STRICT, on_a_gpu, places, rarely
 from PIL import Image
 
 from guardpaint.data import corpus_views, labelers, pairs, views
 from guardpaint.data.approver import VlmApprover, VlmSettings
 from guardpaint.data.card import SPLITS
+from guardpaint.data.judges import JudgeFailed, open_judge
 from guardpaint.data.labelers import Asking, ChatLabeler, DetectorLabeler, ShieldLabeler
 from guardpaint.data.store import Corpus, Example, key_of
 from guardpaint.data.views import Labelled, ViewedBase
 from guardpaint.policy import Policy
 from guardpaint.store.images import png_bytes
-from guardpaint.testing import small
+from guardpaint.testing import small, small_judges
 from guardpaint.testing.other_device import OTHER, other_device
 
 POLICY = Policy.default()
@@ -60,6 +61,27 @@ def test_stage_approver(tmp_path):
     assert set(approver.approve(image, "a cat", False).probs) == set(POLICY.names)
     approver.save_pretrained(tmp_path)
     assert VlmApprover.from_pretrained(tmp_path).to("cpu").digest() == approver.digest()
+
+
+@pytest.mark.parametrize("name", sorted(small_judges.JUDGES))
+def test_stage_judge_opens_on_the_device(name, tmp_path, monkeypatch):
+    """Every judge whose model runs here says on the device what it says on the CPU, without being asked to move."""
+    spec = small_judges.build(name, tmp_path)
+    here = open_judge(spec, POLICY)
+    on_a_gpu(monkeypatch, OTHER)
+    there = open_judge(spec, POLICY)
+    assert places(here) == {"cpu"}
+    assert "cuda" in places(there) and places(there) <= ({"cpu", "cuda"} if name == "multiheaded" else {"cuda"})
+    assert said_by(there) == said_by(here)
+
+
+def said_by(judge):
+    """The opinion of a judge, as far as the last bits of a product do not decide it; None if it cannot be read."""
+    try:
+        opinion = judge.opinion(PICTURES[0])
+    except JudgeFailed as error:
+        return str(error)
+    return opinion.said, opinion.harm if opinion.harm is None else pytest.approx(opinion.harm, abs=1e-3)
 
 
 def example(seed):

@@ -8,27 +8,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from elsewhere import CALL, busy_guard, rarely
+from elsewhere import CALL, busy_guard, on_a_gpu, places, rarely
 from PIL import Image
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
+from guardpaint.audit.model import AuditorScorer
 from guardpaint.bases import Base
+from guardpaint.data import views
 from guardpaint.data.views import Labelled
 from guardpaint.evaluate import auditor as audit_measures
-from guardpaint.evaluate import calibrate, corpus_auditor, proposers, run
+from guardpaint.evaluate import calibrate, corpus_auditor, distances, proposers, run
 from guardpaint.evaluate import inpainter as fill_measures
 from guardpaint.evaluate.attacks import adaptive
 from guardpaint.evaluate.attacks.mma import Mma
 from guardpaint.evaluate.attacks.ring_a_bell import RingABell
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
+from guardpaint.evaluate.defences.opening import open_defence
 from guardpaint.evaluate.defences.undefended import Undefended
-from guardpaint.evaluate.real_metrics import ClipScore, VisionFeatures
+from guardpaint.evaluate.outside import open_lpips
+from guardpaint.evaluate.real_metrics import ClipScore, VisionFeatures, open_metric
 from guardpaint.policy import Policy
 from guardpaint.repair.knobs import UniformProposer
 from guardpaint.testbed import Prompt
 from guardpaint.testbed.language import Attacker, Lexicon, Surrogate
-from guardpaint.testing import small, small_detectors
+from guardpaint.testbed.models import load_surrogate
+from guardpaint.testing import hub_layouts, small, small_detectors
 from guardpaint.testing.other_device import OTHER, other_device
 from guardpaint.train import rollouts
 
@@ -185,3 +190,98 @@ def test_stage_metrics():
     there = features.to(OTHER)(pixels.to(OTHER))
     assert clip.score(images, ["a", "b"]) == pytest.approx(scores, abs=1e-3)
     assert there.device == OTHER and torch.allclose(there.cpu(), here, atol=1e-4)
+
+
+def openers(folder):
+    """What opens a metric, a surrogate or an auditor from files, by name."""
+    clip, blip = (
+        hub_layouts.build(i, folder) for i in ("openai/clip-vit-large-patch14", "Salesforce/blip-itm-base-coco")
+    )
+    return {
+        "clip": lambda: open_metric(f"clip:{clip}"),
+        "blip": lambda: open_metric(f"blip:{blip}"),
+        "features": lambda: VisionFeatures.from_pretrained(str(clip)),
+        "surrogate": lambda: load_surrogate(str(clip)),
+        "lpips": open_lpips,
+    }
+
+
+@pytest.mark.parametrize("name", ["clip", "blip", "features", "surrogate", "lpips"])
+def test_stage_opening(name, tmp_path, monkeypatch):
+    """Metrics and the attack's surrogate go where the machine computes, without an option."""
+    opener = openers(tmp_path)[name]
+    here = opener()
+    on_a_gpu(monkeypatch, OTHER)
+    there = opener()
+    assert places(here) == {"cpu"} and places(there) == {"cuda"}
+    picture = Image.new("RGB", (64, 64), "red")
+    if name in ("clip", "blip"):
+        assert there.score([picture], ["a cat"]) == pytest.approx(here.score([picture], ["a cat"]), abs=1e-3)
+    elif name == "surrogate":
+        assert torch.allclose(there.embed(["a cat"]), here.embed(["a cat"]), atol=1e-4)
+
+
+def test_stage_distances(tmp_path, monkeypatch):
+    """The pictures of a Fréchet distance follow the network to the device."""
+    for name, colours in (("one", ("red", "blue", "green")), ("two", ("black", "white", "grey"))):
+        (tmp_path / name).mkdir()
+        for i, colour in enumerate(colours):
+            Image.new("RGB", (40, 40), colour).save(tmp_path / name / f"{i}.png")
+    clip = hub_layouts.build("openai/clip-vit-large-patch14", tmp_path)
+    seen = []
+    forward = VisionFeatures.forward
+    monkeypatch.setattr(VisionFeatures, "forward", lambda self, x: seen.append(x.device.type) or forward(self, x))
+    on_a_gpu(monkeypatch, OTHER)
+    features = VisionFeatures.from_pretrained(str(clip))
+    with pytest.raises(Reached):
+        distances.compared(Collects(features), *(sorted((tmp_path / n).glob("*")) for n in ("one", "two")), batch=2)
+    assert set(seen) == {"cuda"}
+
+
+class Reached(Exception):
+    """All pictures were shown."""
+
+
+class Collects(torch.nn.Module):
+    """A metric of torchmetrics' shape that shows pictures to its network and computes nothing."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.inception = features
+
+    def update(self, pictures, real):
+        self.inception(pictures)
+
+    def compute(self):
+        raise Reached
+
+
+@pytest.mark.parametrize("command", ["calibrate", "corpus-auditor"])
+def test_stage_auditor_of_a_command(command, tmp_path, monkeypatch):
+    """The auditor of `calibrate` and of `eval corpus-auditor` is moved before it looks at views."""
+    auditor, seen = small.auditor(0), []
+    monkeypatch.setattr(AuditorScorer, "from_pretrained", lambda folder: auditor)
+    on_a_gpu(monkeypatch, OTHER)
+    split = {"calibrate": "calibration", "corpus-auditor": "test"}[command]
+    views.store([views_of(12)], tmp_path / f"tiny-{split}.pt")
+
+    def look(auditor, *more):
+        seen.append(auditor.device.type)
+        raise Reached
+
+    with pytest.raises(Reached):
+        if command == "calibrate":
+            monkeypatch.setattr(calibrate, "scored", look)
+            calibrate.run(tmp_path, tmp_path, tmp_path / "c.json", calibrate.Promise(0.5, 0.5, (0.0,)))
+        else:
+            monkeypatch.setattr(corpus_auditor, "measured", look)
+            corpus_auditor.run(tmp_path, tmp_path, tmp_path / "r.json", POLICY)
+    assert seen == ["cuda"]
+
+
+def test_stage_named_repairer(tmp_path, monkeypatch):
+    """The repairer of `post_hoc_inpaint@FOLDER` is moved when it is opened."""
+    small.inpainter(0).pipe.save_pretrained(tmp_path)
+    on_a_gpu(monkeypatch, OTHER)
+    defence, _ = open_defence(f"post_hoc_inpaint@{tmp_path}", small.guard(0))
+    assert places(defence.repairer.pipe.unet) == {"cuda"}

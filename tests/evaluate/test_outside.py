@@ -82,7 +82,8 @@ def test_repaired_pictures_are_compared_with_their_twins(tmp_path):
     ]
     rows.append(row("ours", plain, 3, tmp_path, status="clean"))
     found = outside.metrics(rows)
-    assert set(found) == {"outside_mask.ours.ssim"} and found["outside_mask.ours.ssim"]["n"] == 2
+    assert set(found) == {"outside_mask.ours.ssim", "outside_mask.ours.lpips_alex"}
+    assert {m["n"] for m in found.values()} == {2} and found["outside_mask.ours.lpips_alex"]["value"] > 0
     worse = outside.changed(beyond, plain, mask)["ssim"]
     assert found["outside_mask.ours.ssim"]["value"] == pytest.approx((1 + worse) / 2, abs=0.01)
     with pytest.raises(BadInput, match="--lpips"):
@@ -90,7 +91,7 @@ def test_repaired_pictures_are_compared_with_their_twins(tmp_path):
     assert outside.metrics([replace(r, image="") for r in rows]) == {}
 
 
-def test_lpips_over_the_pixels_outside(tmp_path):
+def test_vgg_lpips_over_the_pixels_outside(tmp_path):
     from guardpaint.verify.seam import LpipsVGG
 
     with torch.random.fork_rng():
@@ -106,7 +107,7 @@ def test_lpips_over_the_pixels_outside(tmp_path):
     other = plain.flip(-1)
     values = outside.changed(other, plain, mask, loaded)
     map_ = loaded.distance(other[None], plain)[0]
-    assert values["lpips"] == pytest.approx(float(map_[32:].mean()), rel=1e-5) and values["lpips"] > 0
+    assert values["lpips_vgg"] == pytest.approx(float(map_[32:].mean()), rel=1e-5) and values["lpips_vgg"] > 0
 
 
 def test_a_guard_reports_where_it_painted():

@@ -12,31 +12,60 @@ from guardpaint.evaluate.ppi import Pool
 from guardpaint.store.intervals import wilson
 
 
-def test_the_tuned_power_is_as_worked_out_by_hand():
-    assert ppi.tuned_power([0, 1], [0, 1], [0, 1]) == pytest.approx(3 / 8)
-    assert ppi.tuned_power([0, 1], [1, 0], [0, 1]) == 0.0, "guesses that contradict the labels get no weight"
-    assert ppi.tuned_power([0, 1], [1, 1], [1, 1]) == 0.0, "guesses that are all the same tell nothing"
-
-
-def test_the_mean_is_as_worked_out_by_hand():
-    found = ppi.estimated_mean([1, 0], [1, 1], [1, 1, 0, 0], power=1)
-    half = 1.959964 * math.sqrt(3 / 16)
-    assert found.value == 0 and found.ci == pytest.approx((-half, half), abs=1e-5)
-    classical = ppi.estimated_mean([1, 0], [1, 1], [1, 1, 0, 0], power=0)
-    assert classical.value == 0.5 and classical.high == pytest.approx(0.5 + 1.959964 * math.sqrt(1 / 8), abs=1e-5)
-    with pytest.raises(ValueError, match="0 labels"):
-        ppi.estimated_mean([], [], [1])
-
-
-def test_the_mean_is_that_of_the_reference_package():
-    reference = pytest.importorskip("ppi_py", reason="ppi-python is not installed")
+def answers():
+    """400 pictures: what a judge says of all, and labels of the first 120 of them; the judge is right about 85 %."""
     random = np.random.default_rng(3)
     truth = random.random(400) < 0.3
     guess = np.where(random.random(400) < 0.85, truth, ~truth).astype(float)
-    y, f, g = truth[:60].astype(float), guess[:60], guess[60:]
-    for power in (None, 0, 0.5, 1):
-        low, high = reference.ppi_mean_ci(y, f, g, alpha=0.05, lam=power)
-        assert ppi.estimated_mean(y, f, g, power).ci == pytest.approx((float(low[0]), float(high[0])), abs=1e-9)
+    return truth[:120].astype(float), guess[:120], guess
+
+
+def pools_of(labels, guesses, every):
+    """The pools of two answers."""
+    shares = {g: labels[guesses == g].mean() for g in (0.0, 1.0)}
+    return [Pool(float((every == g).sum()), float(s), float((guesses == g).sum())) for g, s in shares.items()]
+
+
+def test_the_value_is_that_of_prediction_powered_inference():
+    """θ̂ = λ·mean(f over all) + mean(Y − λf over labelled) (PPI++) with λ = p₁ − p₀ is Σ w_h p_h.
+
+    The numbers are those of ppi_mean_pointestimate and ppi_mean_ci of ppi-python 0.2.3 for the same answers.
+    """
+    y, f, every = answers()
+    no, yes = pools_of(y, f, every)
+    power = yes.share - no.share
+    found = ppi.pooled_share([no, yes])
+    assert found.value == pytest.approx(power * every.mean() + (y - power * f).mean(), abs=1e-12)
+    assert found.value == pytest.approx(0.27621336996337, abs=1e-12)
+    low, high = 0.21159145931026954, 0.3408352806164704
+    assert found.high - found.low == pytest.approx(high - low, rel=0.02), "Wilson's intervals instead of normal ones"
+    assert found.ci == pytest.approx((low, high), abs=0.005)
+    tuned = 0.27950888568683957
+    assert found.value == pytest.approx(tuned, abs=0.005), "the power that ppi-python chooses by itself"
+
+
+def test_the_numbers_above_are_the_reference_packages():
+    reference = pytest.importorskip("ppi_py", reason="ppi-python is not installed")
+    y, f, every = answers()
+    no, yes = pools_of(y, f, every)
+    power = yes.share - no.share
+    assert float(reference.ppi_mean_pointestimate(y, f, every, lam=power)[0]) == pytest.approx(
+        0.27621336996337, abs=1e-12
+    )
+    low, high = reference.ppi_mean_ci(y, f, every, alpha=0.05, lam=power)
+    assert (float(low[0]), float(high[0])) == pytest.approx((0.21159145931026954, 0.3408352806164704), abs=1e-9)
+
+
+@pytest.mark.parametrize(("right", "harmful"), [(0.85, 0.3), (0.6, 0.5), (0.95, 0.05)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(right, harmful):
+    """600 invented cells of 300 pictures with 100 labels each, from a known rate of harm."""
+    random, held = np.random.default_rng(0), 0
+    for _ in range(600):
+        truth = random.random(300) < harmful
+        guess = np.where(random.random(300) < right, truth, ~truth).astype(float)
+        found = ppi.pooled_share(pools_of(truth[:100].astype(float), guess[:100], guess))
+        held += found.low <= harmful <= found.high
+    assert 0.93 <= held / 600 <= 0.99
 
 
 def test_weights_cost_labels():

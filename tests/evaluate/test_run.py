@@ -378,6 +378,28 @@ def test_processes_and_clusters_make_the_same_rows(tmp_path, how):
     assert said[0] == "benign: 0 new of 12"
 
 
+def test_large_pictures_are_drawn_one_by_one(base):
+    large = replace(base, call={**base.call, "height": 1024, "width": 512})
+    assert run.batch_for(base, None) == 10 and run.batch_for(large, None) == 1
+    assert run.batch_for(large, 4) == 4 and run.batch_for(base, 1) == 1
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_every_defence_draws_the_batches_that_are_asked_for(oracle, tmp_path, monkeypatch):
+    """A run that is resumed with other batches has its rows already: no key depends on them."""
+    monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))
+    drawn, draw = [], run.draw
+    monkeypatch.setattr(run, "draw", lambda *a: drawn.append((a[1].name, len(a[3]))) or draw(*a))
+    both = "undefended", "prompt_filter"
+    said = list(harness.run(asked(tmp_path, *both, n=5, batch=2)))
+    assert drawn == [(name, size) for name in both for size in (2, 2, 1)] and "benign: 10 new of 10" in said
+    keys = {row.key for row in RowStore(tmp_path).found.values()}
+    said = list(harness.run(asked(tmp_path, *both, n=5)))
+    assert "benign: 0 new of 10" in said and "tiny-sd: rows of batches of 2 stay" in said[0]
+    assert list(harness.run(asked(tmp_path / "ten", *both, n=5)))
+    assert {row.key for row in RowStore(tmp_path / "ten").found.values()} == keys
+
+
 @pytest.mark.usefixtures("forgetful")
 def test_the_command_writes_everything(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(Oracle, "load", classmethod(lambda cls, *_: oracle))

@@ -9,16 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recipe.scripted import RECIPE, engine, runs
 from rich.console import Console
 
+from guardpaint.cli import recipe as recipe_command
 from guardpaint.errors import BadConfig, BadInput
+from guardpaint.policy import policy_file
 from guardpaint.recipe import plan, spec
 from guardpaint.recipe.engine import Launch, StageFailed, Waiting
+from guardpaint.recipe.opening import open_engine
 
 HERE = Path(__file__).parent
+PAPER = HERE.parents[1] / "recipes" / "paper.yaml"
 
 
 def heeds_interrupts():
@@ -237,3 +242,138 @@ def test_bad_recipes_are_named(tmp_path, change, message):
     path.write_text(yaml.safe_dump({**RECIPE, "stages": [*RECIPE["stages"], change]}))
     with pytest.raises(BadConfig, match=message):
         spec.assemble(spec.read_recipe(path), "bad", tmp_path)
+
+
+# Files that no stage writes ----------------------------------------------------------------------------------
+
+
+def world(folder):
+    """Changes by which `first` reads a policy, and `many` a testbed with prompts beside it."""
+    (folder / "rules.yaml").write_text(Path(policy_file("paper")).read_text())
+    (folder / "prompts.csv").write_text("prompt\na\n")
+    (folder / "words.txt").write_text("a\n")
+    (folder / "testbed.yaml").write_text("harmful: [{file: prompts.csv}]\nkeywords: words.txt\n")
+    (folder / "manifest.yaml").write_text("sources: [{name: s, format: csv, path: %s}]\n" % (folder / "pictures.csv"))
+    (folder / "pictures.csv").write_text("image\n")
+    return {
+        "stages": {
+            "first": {"options": {"policy": str(folder / "rules.yaml")}},
+            "many": {"options": {"testbed": str(folder / "testbed.yaml")}},
+            "last": {"options": {"manifest": str(folder / "manifest.yaml")}},
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "stages", "label"),
+    [
+        ("rules.yaml", ["first"], "first: its input policy rules.yaml has changed"),
+        ("prompts.csv", ["many-one", "many-two", "change"], "many-one: its input testbed.yaml: prompts.csv"),
+        ("words.txt", ["many-one", "many-two", "change"], "many-one: its input testbed.yaml: words.txt"),
+        ("testbed.yaml", ["many-one", "many-two", "change"], "many-one: its input testbed.yaml has"),
+        ("pictures.csv", ["last"], "last: its input manifest.yaml: "),
+    ],
+)
+def test_an_edited_file_that_no_stage_writes_runs_its_readers_again(tmp_path, file, stages, label):
+    changes = world(tmp_path)
+    go(tmp_path, changes)
+    with (tmp_path / file).open("a") as edited:
+        edited.write("# edited\n")
+    _, said = go(tmp_path, changes)
+    assert label in "\n".join(said)
+    assert [line.partition(":")[0] for line in said if ": begins" in line or ": resumes" in line] == stages
+    assert (tmp_path / "out" / "many" / "one.txt").read_text().endswith("more "), "`change` is not lost"
+
+
+def test_the_papers_stages_read_their_policy_and_their_prompts(tmp_path):
+    """Every stage that is given a policy reads its file, shipped ones too, and what the testbed names."""
+    made = open_engine(PAPER, tmp_path / "out")
+    for stage in made.recipe.stages:
+        given = "--policy" in stage.words or "set.policy" in stage.settings
+        assert ("policy paper" in {f.label for f in stage.reads}) == given, stage.name
+    attack = made.recipe.stage("attack-mma")
+    assert {f.path.name for f in attack.reads} >= {"i2p.csv", "coco.csv"}
+    ingest = made.recipe.stage("ingest")
+    assert {f.path.name for f in ingest.reads} >= {"hf_train_toxicity_privacy_generated.json", "train"}
+
+
+def test_a_pinned_revision_is_a_setting(tmp_path):
+    before, after = (
+        engine(tmp_path, {"models": {"open": {"revision": r}}, "stages": {"first": {"options": {"model": "{open}"}}}})[
+            0
+        ]
+        for r in ("a1", "b2")
+    )
+    assert before.recipe.stage("first").settings["model"] == "hub:someone/open@a1"
+    assert after.recipe.stage("first").settings["model"] == "hub:someone/open@b2"
+
+
+def test_a_repository_that_moved_on_is_named_and_nothing_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    ref = tmp_path / "cache" / "models--someone--open" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text("aaaaaaaaaaaaaaaa")
+    go(tmp_path)
+    ref.write_text("bbbbbbbbbbbbbbbb")
+    _, said = go(tmp_path)
+    assert said[0] == "first used someone/open at aaaaaaaaaaaa; this machine now has bbbbbbbbbbbb"
+    assert runs(tmp_path, "a.txt") == 1
+
+
+def test_files_to_fetch_are_checked_before_the_first_stage_and_planned(tmp_path):
+    changes = world(tmp_path)
+    (tmp_path / "prompts.csv").unlink()
+    (tmp_path / "pictures.csv").unlink()
+    made, _ = engine(tmp_path, changes)
+    with pytest.raises(
+        BadInput, match=r"prompts.csv, named in testbed.yaml; .*pictures.csv, named in manifest.yaml; nothing"
+    ):
+        plan.check_files(made, made.chosen())
+    plan.check_files(made, [made.recipe.stage("first")])
+    text = shown(made)
+    assert "files that you fetch yourself" in text and "prompts.csv, named in testbed.yaml: MISSING" in text
+    for name in ("prompts.csv", "pictures.csv"):
+        (tmp_path / name).touch()
+    plan.check_files(made, made.chosen())
+    assert "MISSING" not in shown(made)
+
+
+def test_the_command_refuses_without_the_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "token", lambda: "hf_x")
+    with pytest.raises(BadInput, match=r"coco.csv, named in paper-testbed.yaml"):
+        recipe_command.run(PAPER, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "message"),
+    [
+        (9, False, None),
+        (6, False, "stages and downloads together need about 7 GB"),
+        (6, True, None),
+        (4, True, "about 5 GB"),
+    ],
+)
+def test_the_disk_has_to_hold_downloads_too(tmp_path, monkeypatch, free, cached, message):
+    """Five gigabytes of the first stage, two of its model."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    if cached:
+        (tmp_path / "cache" / "models--someone--open" / "snapshots" / "a" / "b").mkdir(parents=True)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * 1e9))
+    made, _ = engine(tmp_path)
+    said = plan.check_disk(made, [made.recipe.stage("first")])
+    assert (said is None) if message is None else message in said
+
+
+def test_the_split_needs_the_captions_that_it_is_given(tmp_path):
+    """The bare command fails without them, and not only the engine."""
+    stage = open_engine(PAPER, tmp_path / "out").recipe.stage("split")
+    assert "corpus/captions.jsonl" in stage.inputs and "--captions" in stage.words
+
+
+def test_models_that_do_not_fit_the_planned_memory_are_offloaded(tmp_path):
+    """Every stage that draws on a base with more weights than it plans memory for says --offload model."""
+    made = open_engine(PAPER, tmp_path / "out")
+    for stage in (s for s in made.recipe.stages if s.group in ("views", "states")):
+        [model] = stage.models
+        offloaded = "--offload model" in " ".join(stage.words)
+        assert offloaded or model.gigabytes <= stage.estimate.memory_gb, stage.name

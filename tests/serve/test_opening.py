@@ -53,3 +53,13 @@ def test_replicas_find_loras_by_absolute_paths(tmp_path, monkeypatch):
     given = BaseOptions(LoadOptions(loras=(Lora("style", 0.5), Lora("hub:o/style"))))
     load = absolute(options(opening=given)).opening.load
     assert load.loras == (Lora(str(tmp_path / "style"), 0.5), Lora("hub:o/style"))
+
+
+def test_a_service_takes_a_seam_metric_by_name(tmp_path, monkeypatch):
+    """The processes that draw are sent it, and the file of its weights by an absolute path."""
+    guard, *_ = pickle.loads(pickle.dumps(recipe(options(seam="pixels"))))()
+    assert guard.parts.seam.name == "pixels"
+    monkeypatch.chdir(tmp_path)
+    Path("vgg.safetensors").touch()
+    assert absolute(options(seam="lpips_vgg:vgg.safetensors")).seam == f"lpips_vgg:{tmp_path / 'vgg.safetensors'}"
+    assert absolute(options(seam="pixels")).seam == "pixels" and absolute(options()).seam is None

@@ -16,6 +16,8 @@ from guardpaint import testbed as api
 from guardpaint.bases import BaseOptions
 from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadConfig, BadInput, MissingCapability
+from guardpaint.evaluate.defences.opening import open_defence
+from guardpaint.evaluate.defences.world_filter import world_filter
 from guardpaint.policy import Policy
 from guardpaint.testbed import KnownPictures, References, StockInpainter, files, need, open_testbed
 from guardpaint.testbed.files import FileTestbed
@@ -236,3 +238,35 @@ def test_a_rewriter_asks_a_language_model_without_a_picture(endpoint, tmp_path):
 def test_rewriters_that_cannot_be_asked_are_refused(spec):
     with pytest.raises(BadConfig, match="endpoint"):
         EndpointRewriter.open(spec)
+
+
+@pytest.mark.parametrize(
+    ("filter_", "words", "by_meaning"),
+    [(None, ("naked",), True), ("stock", ("naked",), True), ("keywords", ("naked",), False),
+     ("mine.txt", ("bare", "skin"), False), (["bare"], ("bare",), False)],
+)  # fmt: skip
+def test_the_filter_in_front_of_the_bases(tmp_path, filter_, words, by_meaning):
+    """Attacks and the defence prompt_filter meet the filter that the file names."""
+    (tmp_path / "mine.txt").write_text("bare\nskin\n")
+    values = {"bases": {"small": "tiny-sd"}, "keywords": ["naked"], "sentences": ["a naked person"]}
+    (tmp_path / "world.yaml").write_text(yaml.safe_dump(values | ({"filter": filter_} if filter_ else {})))
+    world = FileTestbed.load(tmp_path / "world.yaml")
+    asked = []
+    made = world_filter(world.lexicon(), lambda texts: asked.append(texts) or torch.ones(len(texts), 2))
+    assert made.words == words
+    assert bool(made.refused([f"a {words[-1]} person"])[0]) and bool(asked) == by_meaning
+    found, digest = open_defence("prompt_filter", None, lambda: world)
+    assert found.words == words and found.own_encoder == by_meaning
+    assert (digest == open_defence("prompt_filter", None, lambda: without_filter(values, tmp_path))[1]) == by_meaning
+
+
+def without_filter(values, folder):
+    (folder / "plain.yaml").write_text(yaml.safe_dump(values))
+    return FileTestbed.load(folder / "plain.yaml")
+
+
+@pytest.mark.parametrize("wrong", ["none.txt", 3, {"words": ["a"]}])
+def test_a_wrong_filter_names_the_built_in_ones(tmp_path, wrong):
+    (tmp_path / "world.yaml").write_text(yaml.safe_dump({"bases": {"small": "tiny-sd"}, "filter": wrong}))
+    with pytest.raises(BadConfig, match="filter.*built-in filters are stock and keywords"):
+        FileTestbed.load(tmp_path / "world.yaml")

@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from guardpaint.cli.main import app
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.guard import GuardPaint
 from guardpaint.repair.native import NativeRepairer
@@ -125,3 +127,13 @@ def test_generate_takes_a_seam_metric(tmp_path):
 
 def test_a_guard_without_features_takes_alex_as_well():
     assert isinstance(GuardPaint(AlwaysSafe(), PaintsFlat()).parts.seam, LpipsAlex)
+
+
+def test_compose_takes_a_seam_metric_by_name(tmp_path):
+    small.auditor().save_pretrained(tmp_path / "auditor")
+    words = ["compose", "--auditor", str(tmp_path / "auditor"), "--repairer", "native"]
+    for seam, wanted in (("pixels", "pixels"), ("auditor_backbone", "auditor_backbone"), (None, "lpips_alex")):
+        out = tmp_path / str(seam)
+        result = CliRunner().invoke(app, [*words, "--out", str(out), *(("--seam", seam) if seam else ())])
+        assert result.exit_code == 0, result.exception
+        assert GuardPaint.from_pretrained(out).parts.seam.name == wanted

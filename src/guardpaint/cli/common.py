@@ -36,7 +36,7 @@ SeamOption = Annotated[
     typer.Option(
         "--seam",
         help="Seam metric: auditor_backbone, pixels, lpips_alex, lpips_alex:FILE or lpips_vgg:FILE (safetensors). "
-        "Default: the guard's own.",
+        "Default: the guard's own, and lpips_alex for a new one.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -85,6 +85,10 @@ BASE_OPTIONS: dict[str, Any] = {
     ],
 }
 """Options of every command that opens base models; they apply to each base."""
+BatchOption = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Prompts drawn at once. Default: 10, and 1 for pictures above 512 pixels."),
+]
 TestbedOption = Annotated[
     str | None, typer.Option("--testbed", help="World to measure in: an installed testbed or a YAML file.")
 ]

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from guardpaint.cli.common import SeamOption
+
 
 def compose(
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the guard.")],
@@ -28,6 +30,7 @@ def compose(
     decoder: Annotated[
         list[str] | None, typer.Option(help="FAMILY=DIR: tiny decoder for sd, sdxl, sd3 or flux; repeat.")
     ] = None,
+    seam: SeamOption = None,
     policy: Annotated[Path | None, typer.Option(help="Content policy YAML; default: the embedded policy.")] = None,
 ) -> None:
     """Make a guard from trained parts and save it as a folder that `GuardPaint.from_pretrained` loads."""
@@ -44,6 +47,7 @@ def compose(
     from guardpaint.repair.native import NativeRepairer
     from guardpaint.repair.ranker import Ranker
     from guardpaint.train.rollouts import open_proposer
+    from guardpaint.verify.seam import open_seam
 
     settings = {**GuardConfig().to_dict(), "keep": keep, "f_gate": f_gate}
     if calibration is not None:
@@ -62,6 +66,7 @@ def compose(
         scorer,
         NativeRepairer() if repairer == "native" else Inpainter(load_inpainter(repairer)),
         open_proposer(proposer),
+        seam=None if seam is None else open_seam(seam, scorer),
         approver=None if approver is None else SecondLook(AuditorScorer.from_pretrained(approver)),
         policy=load_policy(policy),
         config=GuardConfig.from_dict(settings),

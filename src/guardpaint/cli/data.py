@@ -292,13 +292,21 @@ def build(
         bool,
         typer.Option(help="Keep every harm over its threshold, not just the strongest; views and training use all."),
     ] = False,
+    captions: Annotated[
+        bool, typer.Option("--captions", help="Fail unless `data caption` has written captions.jsonl.")
+    ] = False,
 ) -> None:
     """Decide labels, drop the dead zone, group near-duplicates, split 70/15/15; write splits and a dataset card."""
     from guardpaint.data import card
     from guardpaint.data.labelling import Thresholds
     from guardpaint.data.store import Corpus
+    from guardpaint.errors import BadInput
     from guardpaint.store.checkpoint import read_json
 
+    if captions and not (corpus / card.CAPTIONS).exists():
+        raise BadInput(
+            f"{corpus / card.CAPTIONS}: missing; run `guardpaint data caption` first, or leave --captions out"
+        )
     store, cuts = Corpus(corpus), Thresholds(**read_json(thresholds or corpus / "thresholds.json"))
     labels = store.one(labels)
     facts = card.build(store, labels, cuts, seed, several=several)
@@ -423,6 +431,7 @@ def pairs(
 ) -> None:
     """Make pairs for the inpainter: unsafe picture, mask, safe version, unsafe prompt."""
     from guardpaint.audit.model import AuditorScorer
+    from guardpaint.draft.loading import on_machine
     from guardpaint.errors import BadInput
     from guardpaint.testbed import InpainterLessons, need, open_testbed
 
@@ -439,7 +448,7 @@ def pairs(
 
     if auditor is None or inpainter is None:
         raise BadInput("--corpus needs --auditor for the masks and --inpainter for the targets")
-    judge = AuditorScorer.from_pretrained(auditor)
+    judge = on_machine(AuditorScorer.from_pretrained(auditor))
     counts = from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter)
     typer.echo(", ".join(f"{n} {what}" for what, n in counts.items()))
 

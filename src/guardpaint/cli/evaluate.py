@@ -10,6 +10,7 @@ from rich.console import Console
 
 from guardpaint.cli import protocols
 from guardpaint.cli.common import (
+    BatchOption,
     CallOption,
     DeviceOption,
     MapOption,
@@ -87,6 +88,7 @@ def eval_inpainter(
 ) -> None:
     """Measure inpainters: whether repairs of unsafe pictures are safe and detailed, and fills of others as asked."""
     from guardpaint.audit.model import AuditorScorer
+    from guardpaint.draft.loading import on_machine
     from guardpaint.errors import BadInput
     from guardpaint.evaluate import inpainter as measure
     from guardpaint.testbed import open_testbed
@@ -95,7 +97,7 @@ def eval_inpainter(
     models = dict(m.partition("=")[::2] for m in model)
     if not all(models.values()):
         raise BadInput(f"--model {' '.join(model)}: write NAME=DIR, as in base=mini-inpaint")
-    scorer = AuditorScorer.from_pretrained(auditor) if auditor else None
+    scorer = on_machine(AuditorScorer.from_pretrained(auditor)) if auditor else None
     rates = open_seam(seam, scorer) if seam else own_seam(scorer)
     say_metrics(measure.run(models, results, count, measure.Bench.in_world(open_testbed(testbed), rates, scorer)))
 
@@ -266,6 +268,7 @@ def eval_run(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
+    batch: BatchOption = None,
     testbed: TestbedOption = None,
     *,
     options: BaseOptions,
@@ -282,7 +285,7 @@ def eval_run(
     asked = harness.RunOptions(
         suite, base, defence, out_dir, guard, None if every else n, attacks, searched, file_format, pictures,
         judge or harness.OWN_JUDGE[:1], metric or [], processes, ray, testbed,
-        with_settings(options, settings), files, call or [],
+        with_settings(options, settings), files, call or [], batch=batch,
     )  # fmt: skip
     for line in harness.run(asked):
         typer.echo(line)
@@ -303,7 +306,9 @@ def eval_report(
     ] = None,
     lpips: Annotated[
         Path | None,
-        typer.Option(help="Weights of LPIPS-VGG: also measure with it what repairs changed outside of their masks."),
+        typer.Option(
+            help="Weights of LPIPS-VGG, for what repairs changed outside of masks; default: LPIPS-Alex, which ships."
+        ),
     ] = None,
     policy: PolicyOption = None,
     testbed: TestbedOption = None,

@@ -5,9 +5,10 @@ Exit codes: 0 clean or repaired · 1 error · 2 usage · 3 blocked · 4 released
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -77,13 +78,29 @@ def add_plugins() -> None:
 
 
 def main() -> None:
-    """Entry point: known errors become one line and exit code 1."""
+    """Entry point: known errors and a full disk become one line and exit code 1."""
     try:
         add_plugins()
         app()
     except GuardPaintError as error:
-        err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(1)
+        stop(str(error))
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        stop(f"the disk is full ({error}); what was finished is kept: make room, then run the same command again")
+
+
+def stop(message: str) -> NoReturn:
+    """Print an error and leave with exit code 1."""
+    err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    sys.exit(1)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether there was no room for a file; the writers of safetensors and torch have errors of their own for it."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return os.strerror(errno.ENOSPC) in str(error)
 
 
 @app.callback(invoke_without_command=True)

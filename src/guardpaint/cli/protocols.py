@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from guardpaint.cli.common import CallOption, MapOption, TestbedOption, opens_bases
+from guardpaint.cli.common import BatchOption, CallOption, MapOption, TestbedOption, opens_bases
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -41,6 +41,7 @@ def eval_protocol(
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be drawn and stop.")] = False,
     processes: Annotated[int, typer.Option(min=1, help="Parallel processes, one thread each.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Use a Ray cluster instead of processes.")] = False,
+    batch: BatchOption = None,
     testbed: TestbedOption = None,
     *,
     options: BaseOptions,
@@ -55,7 +56,7 @@ def eval_protocol(
     asked = command.ProtocolOptions(
         name, data, base, out_dir, guard, judge or [], defence or [], inpainter, n,
         PromptFiles(seed=sample_seed, mapping=mapping or []), file or [], call or [], options, metric or [], pictures,
-        processes, ray, testbed,
+        processes, ray, testbed, batch,
     )  # fmt: skip
     for line in command.run(asked, plan):
         typer.echo(line)

@@ -65,6 +65,7 @@ def run(
         engine.announce(stages)
         return
     plans.check_access(engine, stages)
+    plans.check_files(engine, stages)
     try:
         engine.run(stages)
     except engines.Interrupted as error:

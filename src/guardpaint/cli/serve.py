@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from guardpaint.cli.common import BASE_HELP, GuardOption, PolicyOption, err, opens_bases
+from guardpaint.cli.common import BASE_HELP, GuardOption, PolicyOption, SeamOption, err, opens_bases
 from guardpaint.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ def serve(
     base: Annotated[str, typer.Option(help=BASE_HELP)] = "mini-sd",
     guard: GuardOption = None,
     policy: PolicyOption = None,
+    seam: SeamOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     keys: Annotated[
@@ -86,7 +87,7 @@ def serve(
         base, guard, policy, host, port, keys, queue, batch, retain_evidence, audit_log, key_file, anchor, self_test,
         connections, address_connections, tuple(allow_host or ()),
         per_key, picture_timeout, grace, state, changed_policy,
-        tuple(weak or ()), options,
+        tuple(weak or ()), options, seam,
     )  # fmt: skip
     if ray:
         start_cluster(service, replicas, most_replicas or replicas, err)

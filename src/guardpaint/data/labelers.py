@@ -28,6 +28,7 @@ from PIL import Image
 from guardpaint.audit.checkpoints import open_model
 from guardpaint.audit.processors import chat_processor
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.folders import resolve
@@ -112,8 +113,7 @@ class ChatLabeler:
             model = open_model(AutoModelForImageTextToText, folder, "a chat model", dtype="auto")
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(model.to(device), processor, asking, path)
+        return on_machine(cls(model, processor, asking, path))
 
     def to(self, device: str | torch.device) -> ChatLabeler:
         self.model.to(device)
@@ -176,9 +176,10 @@ class ShieldLabeler:
         try:
             folder = resolve(path)
             model = open_model(ShieldGemma2ForImageClassification, folder, "ShieldGemma 2", dtype="auto")
-            return cls(model, AutoProcessor.from_pretrained(folder, local_files_only=True), policy, path)
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
+        return on_machine(cls(model, processor, policy, path))
 
     def to(self, device: str | torch.device) -> ShieldLabeler:
         self.model.to(device)
@@ -223,9 +224,9 @@ class DetectorLabeler:
             folder = resolve(path)
             model = open_model(AutoModelForZeroShotObjectDetection, folder, "a detector", dtype="auto")
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-            return cls(model, processor, policy, phrases, path)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
+        return on_machine(cls(model, processor, policy, phrases, path))
 
     def to(self, device: str | torch.device) -> DetectorLabeler:
         self.model.to(device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from guardpaint.draft.intact import check_intact
 from guardpaint.draft.options import DTYPES, FP32, LoadOptions, Lora
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.store.folders import HUB, refuse_pickles, resolve, snapshot
 
+M = TypeVar("M", bound=Any)
 LORA = "pytorch_lora_weights.safetensors"
 """File of a LoRA that belongs to the pipeline in the same folder."""
 TINY_DECODERS = {
@@ -124,6 +125,12 @@ def chosen_device(options: LoadOptions) -> Any:
             "use --offload none"
         )
     return device
+
+
+def on_machine(model: M) -> M:
+    """A judge, metric or other model that no option places, moved to CUDA if there is any."""
+    model.to(chosen_device(FP32))
+    return model
 
 
 def chosen_dtype(options: LoadOptions, device: Any) -> Any:

@@ -26,6 +26,7 @@ from guardpaint.audit.regions import heat_at, mine
 from guardpaint.config import Calibration, GuardConfig
 from guardpaint.data.views import KINDS, Views, load_views
 from guardpaint.draft.codec import resize
+from guardpaint.draft.loading import on_machine
 from guardpaint.evaluate.statistics import mean, share
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import read_json
@@ -434,7 +435,7 @@ class ExamOptions:
 def run(options: ExamOptions, testbed: Testbed) -> Row:
     """Measure everything, write results, rows and plots, and return the metrics."""
     policy, path, quarter = options.policy or Policy.default(), options.results, options.count // 4
-    auditor = AuditorScorer.from_pretrained(options.auditor)
+    auditor = on_machine(AuditorScorer.from_pretrained(options.auditor))
     exam = Exam.in_world(testbed, auditor, policy)
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     rows = measure_clean(exam, options.count, calibration)

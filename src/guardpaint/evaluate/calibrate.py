@@ -20,6 +20,7 @@ from guardpaint.audit.regions import heat_at
 from guardpaint.config import Band, Calibration, GuardConfig
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, joined, load_views
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadInput
 from guardpaint.loop.log_chain import read_entries
 from guardpaint.policy import Policy
@@ -174,7 +175,7 @@ def run(
             "`data corpus-views`, --split calibration"
         )
     kept_apart(views_dir)
-    auditor = AuditorScorer.from_pretrained(auditor_dir)
+    auditor = on_machine(AuditorScorer.from_pretrained(auditor_dir))
     policy = the_guards(guard, policy) if guard is not None else policy or Policy.default()
     slim: list[Views] = []
     looks: list[Looks] = []

@@ -17,6 +17,7 @@ import torch
 from guardpaint.audit.model import AuditorScorer
 from guardpaint.data.corpus_views import kept_apart
 from guardpaint.data.views import KINDS, Views, load_views
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.auditor import auc, curves, f1, macro, measure_views, resampled
 from guardpaint.evaluate.statistics import share
@@ -103,7 +104,7 @@ def run(auditor_dir: Path, views_dir: Path, path: Path, policy: Policy, count: i
             f"{views_dir}: no views of split test; make them with `guardpaint data corpus-views --split test`"
         )
     kept_apart(views_dir)
-    auditor = AuditorScorer.from_pretrained(auditor_dir)
+    auditor = on_machine(AuditorScorer.from_pretrained(auditor_dir))
     if auditor.categories != policy.names:
         raise BadInput(
             f"the auditor tells {', '.join(auditor.categories)}, "

@@ -59,12 +59,14 @@ def compared(metric: Any, real: Sequence[Path], made: Sequence[Path], batch: int
     """Show both sets to a metric of torchmetrics and return its value."""
     if min(len(real), len(made)) < 2:
         raise BadInput(f"{len(real)} and {len(made)} pictures: a distance between sets needs at least two of each")
+    device = next((p.device for p in metric.inception.parameters()), torch.device("cpu"))
+    metric.to(device)
     side = getattr(metric.inception, "side", None)
     for paths, is_real in ((real, True), (made, False)):
         for i in track(range(0, len(paths), batch), description="reference" if is_real else "made"):
             pictures = [load_image(p).convert("RGB") for p in paths[i : i + batch]]
             for same in by_size([p.resize((side, side)) if side else p for p in pictures]):
-                metric.update(torch.stack([as_bytes(p) for p in same]), real=is_real)
+                metric.update(torch.stack([as_bytes(p) for p in same]).to(device), real=is_real)
     return metric.compute()
 
 

@@ -70,6 +70,8 @@ class RunOptions:
     """Settings of single bases, as in flux:steps=28,guidance=3.5; they go before those in `opening`."""
     reader: Callable[[int | None, Policy], prompt_suites.Suites] | None = None
     """Reads the prompt files instead of `files`: at most so many prompts of each, under a policy."""
+    batch: int | None = None
+    """Prompts drawn at once, by every defence; None: chosen by the size of a base's pictures."""
 
     def read_files(self, n: int | None, policy: Policy) -> prompt_suites.Suites:
         """The suites of the prompt file or folder."""
@@ -135,7 +137,7 @@ def run(options: RunOptions) -> Iterator[str]:
     rows = RowStore(options.out)
     jury = cast.judged_by()
     yield from not_independent(jury, cast.looks())
-    plan = Plan(rows, options.out, jury, {name: metric_of(name) for name in options.metrics})
+    plan = Plan(rows, options.out, jury, {name: metric_of(name) for name in options.metrics}, options.batch)
     # The guard without its ladder draws the same pictures until the ladder is needed: run it after `ours`, whose rows
     # it can take over.
     second = [name for name in wanted if name == "ours_ladder_off" and "ours" in wanted]
@@ -147,6 +149,7 @@ def run(options: RunOptions) -> Iterator[str]:
                 if reason:
                     yield f"{opened[name][0].name} on {base}: not applicable, {reason}"
                     continue
+                yield from plan.other_batch(cast.base(base))
                 pieces += plan.pieces(cast, base, name, suites, after_ours=name in second)
         fresh = sum(len(p.cases) for p in pieces)
         with bar(options.suite, fresh) as advance:
@@ -270,10 +273,13 @@ class Plan:
     out: Path
     jury: Jury
     metrics: dict[str, PromptMetric]
+    batch: int | None = None
     current: dict[summary.Cell, str] = field(default_factory=dict)
     """The configuration of each suite, base and defence that was run last, by this command or an earlier one."""
     valid: dict[str, list[str]] = field(default_factory=dict)
     """Seeds and prompts that each suite had when it was run last."""
+    batches: dict[str, int] = field(default_factory=dict)
+    """How many prompts were last drawn at once, by base."""
     total: int = 0
 
     def __post_init__(self) -> None:
@@ -281,6 +287,7 @@ class Plan:
             stored = read_json(self.file)
             self.current = {(c["suite"], c["base"], c["defence"]): c["config"] for c in stored["cells"]}
             self.valid = stored["valid"]
+            self.batches = stored.get("batches", {})  # runs of earlier versions keep none
 
     @property
     def file(self) -> Path:
@@ -288,7 +295,7 @@ class Plan:
 
     def save(self) -> None:
         cells = [{"suite": s, "base": b, "defence": d, "config": c} for (s, b, d), c in self.current.items()]
-        write_json(self.file, {"cells": cells, "valid": self.valid})
+        write_json(self.file, {"cells": cells, "valid": self.valid, "batches": self.batches})
 
     def accept(self, cases: Sequence[runner.Case]) -> Iterator[str]:
         """Keep the prompts and seeds that a suite has; yields a line if an earlier run had others under its name.
@@ -322,6 +329,13 @@ class Plan:
         mine = [r for r in rows if r.verdict.judge == runner.judge_key(self.jury, list(self.metrics))]
         return mine, len(rows) - len(mine)
 
+    def other_batch(self, base: EvaluatedBase) -> Iterator[str]:
+        """Note how many prompts of a base are drawn at once; yields a line if the run has rows of other batches."""
+        size, before = runner.batch_for(base, self.batch), self.batches.get(base.name)
+        self.batches[base.name] = size
+        if before not in (None, size):
+            yield f"{base.name}: rows of batches of {before} stay; new ones are of {size}, which changes the last bits"
+
     def pieces(
         self, cast: Cast, base: str, name: str, suites: Sequence[Sequence[runner.Case]], after_ours: bool
     ) -> list[Piece]:
@@ -334,10 +348,10 @@ class Plan:
                 self.take_over(base, config, cases)
             todo = self.missing(base, defence, config, cases)
             # The last bits of a picture depend on its batch, so batches are the same for every defence.
-            lacking = {c.id for c in todo}
-            batches = [part for part in runner.chunked(cases, runner.BATCH) if any(c.id in lacking for c in part)]
+            lacking, size = {c.id for c in todo}, runner.batch_for(cast.base(base), self.batch)
+            batches = [part for part in runner.chunked(cases, size) if any(c.id in lacking for c in part)]
             if after_ours:
-                batches = list(runner.chunked(todo, runner.BATCH))
+                batches = list(runner.chunked(todo, size))
             pieces += [Piece(base, name, config, cast, tuple(part)) for part in batches]
         return pieces
 

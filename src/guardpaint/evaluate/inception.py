@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadInput, GuardPaintError
 from guardpaint.store.checkpoint import load_strict, read_tensors
 
@@ -160,7 +161,7 @@ class Inception(nn.Module):
             raise BadInput(f"Inception weights {path}: {error}; {hint}") from error
         except Exception as error:  # torch raises almost anything on files from anywhere
             raise BadInput(f"Inception weights {path}: cannot be read ({type(error).__name__}); {hint}") from error
-        return net.eval().requires_grad_(False)
+        return on_machine(net.eval().requires_grad_(False))
 
     @torch.no_grad()
     def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 2048"]:

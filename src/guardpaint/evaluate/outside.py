@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadCheckpoint, BadInput
 from guardpaint.evaluate.rows import EvaluationRow
 from guardpaint.evaluate.statistics import mean
 from guardpaint.store.images import from_pil, load_image
-from guardpaint.verify.seam import LpipsVGG
+from guardpaint.verify.lpips import Lpips, LpipsAlex, LpipsVGG
 
 PAINTED = "painted"
 """The detail of a row that holds its mask."""
@@ -63,28 +64,33 @@ def ssim_map(a: Float[Tensor, "3 h w"], b: Float[Tensor, "3 h w"]) -> Float[Tens
     return value.mean(0).float()
 
 
-def open_lpips(path: Path) -> LpipsVGG:
-    """LPIPS-VGG from a safetensors file; an error names the option that gives the file."""
+def open_lpips(path: Path | None = None) -> Lpips:
+    """LPIPS-Alex, which ships, or LPIPS-VGG from a safetensors file; an error names the option that gives the file."""
+    if path is None:
+        return on_machine(LpipsAlex.load())
     try:
-        return LpipsVGG.from_file(path)
+        return on_machine(LpipsVGG.from_file(path))
     except BadCheckpoint as error:
         raise BadInput(f"LPIPS cannot be measured: {error}; name lpips_vgg.safetensors with --lpips") from error
 
 
 def changed(
-    repaired: Float[Tensor, "3 h w"], plain: Float[Tensor, "3 h w"], mask: Bool[Tensor, "h w"], lpips: Any = None
+    repaired: Float[Tensor, "3 h w"],
+    plain: Float[Tensor, "3 h w"],
+    mask: Bool[Tensor, "h w"],
+    lpips: Lpips | None = None,
 ) -> dict[str, float]:
-    """Mean SSIM, and LPIPS if its network is given, over the pixels outside of a mask; empty if there are none."""
+    """Mean SSIM, and LPIPS under its network's name, over the pixels outside of a mask; empty if there are none."""
     outside = ~mask
     if not outside.any():
         return {}
     out = {"ssim": float(ssim_map(repaired, plain)[outside].mean())}
     if lpips is not None:
-        out["lpips"] = float(lpips.distance(repaired[None], plain)[0].cpu()[outside].mean())
+        out[lpips.name] = float(lpips.distance(repaired[None], plain)[0].cpu()[outside].mean())
     return out
 
 
-def measured(rows: Sequence[EvaluationRow], lpips: Any = None) -> Iterator[tuple[EvaluationRow, dict[str, float]]]:
+def measured(rows: Sequence[EvaluationRow], lpips: Lpips) -> Iterator[tuple[EvaluationRow, dict[str, float]]]:
     """The change outside of the mask for every repaired picture that was kept together with its undefended twin."""
     plain = {r.same: r for r in rows if r.defence == "undefended" and r.image}
     for row in rows:
@@ -102,12 +108,16 @@ def measured(rows: Sequence[EvaluationRow], lpips: Any = None) -> Iterator[tuple
 
 
 def metrics(rows: Sequence[EvaluationRow], lpips: Path | None = None) -> dict[str, Any]:
-    """`outside_mask.DEFENCE.ssim` and `.lpips`: means over repaired pictures; intervals resample scenes."""
-    found = list(measured(rows, None if lpips is None else open_lpips(lpips)))
+    """`outside_mask.DEFENCE.ssim` and `.lpips_alex`: means over repaired pictures; intervals resample scenes.
+
+    With weights of LPIPS-VGG the second is `.lpips_vgg`.
+    """
+    network = open_lpips(lpips)
+    found = list(measured(rows, network))
     out: dict[str, Any] = {}
     for name in dict.fromkeys(row.defence for row, _ in found):
         own = [(row, values) for row, values in found if row.defence == name]
-        for kind in ("ssim", "lpips"):
+        for kind in ("ssim", network.name):
             used = [(row, values[kind]) for row, values in own if kind in values]
             if used:
                 out[f"outside_mask.{name}.{kind}"] = mean([v for _, v in used], None, [row.seed for row, _ in used])

@@ -1,7 +1,8 @@
 """Prediction-powered inference: rates from many answers of a judge and a few labels by eye, with intervals.
 
-`estimated_mean` is PPI++ (Angelopoulos, Duchi and Zrnic 2023) for a mean. `pooled_share` is its stratified form for
-answers that are the same within a pool: what the judge says of a pool is replaced by what labels say of it.
+`pooled_share` replaces what the judge says of a pool of pictures by what labels say of it. For two answers and labels
+drawn at random its value is that of PPI++ (Angelopoulos, Duchi and Zrnic 2023) whose power λ is the difference between
+the pools' shares of hits; a test compares both with ppi-python.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import norm
 
 from guardpaint.store.intervals import wilson
 
@@ -29,44 +29,6 @@ class Estimate:
     @property
     def ci(self) -> tuple[float, float]:
         return self.low, self.high
-
-
-def tuned_power(labels: Sequence[float], guesses: Sequence[float], others: Sequence[float]) -> float:
-    """λ̂ = cov(Y, f) / ((1 + n/N) var f), cut to [0, 1]: how much weight the guesses deserve (PPI++, Example 6.1).
-
-    Labels 0, 1, guesses 0, 1, others 0, 1: cov = 1/4, var of 0, 1, 0, 1 = 1/3 and n/N = 1, so λ̂ = (1/4)/(2/3) = 3/8.
-    """
-    y, f, g = (np.asarray(x, float) for x in (labels, guesses, others))
-    spread = float(np.var(np.concatenate([f, g]), ddof=1)) if len(f) + len(g) > 1 else 0.0
-    if not spread:
-        return 0.0
-    shared = float(((y - y.mean()) * (f - f.mean())).mean())
-    return min(1.0, max(0.0, shared / ((1 + len(f) / len(g)) * spread)))
-
-
-def estimated_mean(
-    labels: Sequence[float],
-    guesses: Sequence[float],
-    others: Sequence[float],
-    power: float | None = None,
-    level: float = LEVEL,
-) -> Estimate:
-    """θ̂ = λ·mean(f over others) + mean(Y − λf over labelled), with a normal interval (PPI++, Algorithm 1).
-
-    `guesses` are the judge's of the labelled items, `others` those of all the rest. Power 1 is plain PPI, power 0 the
-    mean of the labels, None the tuned power.
-
-    Labels 1, 0, guesses 1, 1, others 1, 1, 0, 0, power 1: θ̂ = 1/2 + (0 − 1)/2 = 0; its variance is
-    (1/4)/4 + (1/4)/2 = 3/16.
-    """
-    y, f, g = (np.asarray(x, float) for x in (labels, guesses, others))
-    if not len(y) or len(y) != len(f) or not len(g):
-        raise ValueError(f"{len(y)} labels, {len(f)} guesses of them, {len(g)} others: needs as many, and some of each")
-    weight = tuned_power(labels, guesses, others) if power is None else power
-    rest = y - weight * f
-    value = float(weight * g.mean() + rest.mean())
-    half = float(norm.ppf(0.5 + level / 2)) * math.sqrt(weight**2 * g.var() / len(g) + rest.var() / len(y))
-    return Estimate(value, value - half, value + half)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from guardpaint.data.labelers import Asking, ChatLabeler, EndpointLabeler, open_labeler
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.folders import resolve
@@ -58,7 +59,7 @@ class ClipScore(Paired):
 
         folder = resolve(path)
         model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-        return cls(model, CLIPProcessor.from_pretrained(folder, local_files_only=True))
+        return cls(on_machine(model), CLIPProcessor.from_pretrained(folder, local_files_only=True))
 
     @torch.no_grad()
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
@@ -78,7 +79,7 @@ class BlipMatch(Paired):
 
         folder = resolve(path)
         model = BlipForImageTextRetrieval.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-        return cls(model, BlipProcessor.from_pretrained(folder, local_files_only=True))
+        return cls(on_machine(model), BlipProcessor.from_pretrained(folder, local_files_only=True))
 
     @torch.no_grad()
     def score(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
@@ -166,9 +167,10 @@ class VisionFeatures(nn.Module):
         try:
             folder = resolve(path)
             model = CLIPVisionModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-            return cls(model, AutoImageProcessor.from_pretrained(folder, use_fast=False, local_files_only=True))
+            processor = AutoImageProcessor.from_pretrained(folder, use_fast=False, local_files_only=True)
         except LOADING as error:
             raise BadInput(f"features {path!r} cannot be loaded: {error}") from error
+        return on_machine(cls(model, processor))
 
     @torch.no_grad()
     def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:

@@ -34,7 +34,8 @@ from guardpaint.store.rows import read_rows
 from guardpaint.testbed import Testbed
 from guardpaint.types import SAFE
 
-BATCH = 10
+BATCH, LARGE = 10, 512
+"""Prompts drawn at once, and the side in pixels above which it is one: ten pictures of 1024 pixels fill a GPU."""
 Metrics = Mapping[str, PromptMetric]
 """Metrics by the names that they were opened with."""
 Made = tuple[EvaluationRow, Image.Image | None]
@@ -132,6 +133,12 @@ def judge_key(judge: Judge | Jury, metrics: Sequence[str] = ()) -> str:
 def chunked(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
     for i in range(0, len(cases), size):
         yield cases[i : i + size]
+
+
+def batch_for(base: Base, wanted: int | None) -> int:
+    """How many prompts are drawn at once on a base: the wanted number, or what fits the size of its pictures."""
+    own = base.settings
+    return wanted or (1 if max(own.width, own.height) > LARGE else BATCH)
 
 
 def draw(

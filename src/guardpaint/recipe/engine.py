@@ -20,7 +20,18 @@ from pathlib import Path
 import yaml
 
 from guardpaint.errors import BadInput, GuardPaintError
-from guardpaint.recipe.ledger import DONE, FAILED, INTERRUPTED, RUNNING, Change, Ledger, Record, change_of, now
+from guardpaint.recipe.ledger import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    RUNNING,
+    Change,
+    Ledger,
+    Record,
+    change_of,
+    commits_of,
+    now,
+)
 from guardpaint.recipe.spec import Recipe, Stage, overlap
 from guardpaint.store.checkpoint import write_atomic
 
@@ -109,7 +120,15 @@ class Engine:
         return [c for s, r in records if r is not None and (c := change_of(self.ledger, self.recipe, s, r))]
 
     def announce(self, stages: Sequence[Stage]) -> None:
-        """Say which settings have changed since the last run, and which stages will run again for it."""
+        """Say which settings have changed since the last run, and which stages will run again for it.
+
+        A hub repository that has moved on is only named: to run its stages again, pin another `revision` in the recipe.
+        """
+        for stage in stages:
+            record = self.ledger.read(stage)
+            before, current = {} if record is None else record.commits, commits_of(stage)
+            for name in (n for n in before if current.get(n, before[n]) != before[n]):
+                self.say(f"{stage.name} used {name} at {before[name][:12]}; this machine now has {current[name][:12]}")
         changes = self.changes(stages)
         if not changes:
             return
@@ -218,6 +237,7 @@ class Engine:
         record.status = INTERRUPTED if cut else FAILED if code or missing else DONE
         if record.status == DONE:
             record.outputs = self.ledger.output_digests(stage)
+            record.commits = commits_of(stage)
         self.ledger.write(stage, record)
         if cut:
             raise Interrupted(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from guardpaint.recipe.spec import Recipe, Stage
+from guardpaint.recipe.spec import HubModel, Recipe, Stage
 from guardpaint.store.checkpoint import read_json, short_hash, write_json
 
 FOLDER = "ledger"
@@ -38,6 +38,8 @@ class Record:
     """Largest resident memory of its processes."""
     exit: int | None = None
     command: str = ""
+    commits: dict[str, str] = field(default_factory=dict)
+    """Commit of each hub repository that it used, as far as the hub's cache tells."""
 
 
 def now() -> str:
@@ -92,8 +94,9 @@ class Ledger:
         return digest.hexdigest()
 
     def input_digests(self, recipe: Recipe, stage: Stage) -> dict[str, str]:
-        """The digest of each input, as the last stage before this one left it."""
-        return {path: self.digest_before(recipe, stage, path) for path in stage.inputs}
+        """The digest of each input, as the last stage before left it, and of each file that no stage writes."""
+        own = {path: self.digest_before(recipe, stage, path) for path in stage.inputs}
+        return own | {f.label: self.digest(str(f.path)) for f in stage.reads if f.path.is_file()}
 
     def digest_before(self, recipe: Recipe, stage: Stage, path: str) -> str:
         """The digest of a path on disk, or, if a later stage has changed it in place, as this stage found it."""
@@ -113,6 +116,19 @@ class Ledger:
         return [path for path in (*stage.outputs, *stage.updates) if not any(files_of(p) for p in self.matches(path))]
 
 
+def cache_of(model: HubModel) -> Path:
+    """The folder of a repository in the hub's cache on this machine."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE) / f"{'datasets' if model.dataset else 'models'}--{model.id.replace('/', '--')}"
+
+
+def commits_of(stage: Stage) -> dict[str, str]:
+    """The commit that each hub repository of a stage has in the hub's cache, by its id."""
+    refs = {m.id: cache_of(m) / "refs" / (m.revision or "main") for m in stage.models if m.folder is None}
+    return {name: ref.read_text(encoding="utf-8").strip() for name, ref in refs.items() if ref.is_file()}
+
+
 def files_of(place: Path) -> list[Path]:
     """A file itself, or all files in a folder but half-written ones, in order."""
     if place.is_file():
@@ -129,11 +145,14 @@ class Change:
     """Old and new value of each changed setting."""
     inputs: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    undone: tuple[str, ...] = ()
+    """Files that it had changed in place and that the stage before it has written anew."""
 
     def lines(self) -> list[str]:
         out = [f"{self.stage}: {name} was {old!r} and is now {new!r}" for name, (old, new) in self.settings.items()]
         out += [f"{self.stage}: its input {path} has changed" for path in self.inputs]
-        return out + [f"{self.stage}: its output {path} is missing" for path in self.missing]
+        out += [f"{self.stage}: its output {path} is missing" for path in self.missing]
+        return out + [f"{self.stage}: what it changed in {path} was written anew" for path in self.undone]
 
 
 def change_of(ledger: Ledger, recipe: Recipe, stage: Stage, record: Record) -> Change | None:
@@ -147,4 +166,16 @@ def change_of(ledger: Ledger, recipe: Recipe, stage: Stage, record: Record) -> C
     before, current = record.inputs, ledger.input_digests(recipe, stage)
     inputs = tuple(path for path in current if before.get(path) != current[path])
     missing = tuple(ledger.missing_outputs(stage)) if record.status == DONE else ()
-    return Change(stage.name, settings, inputs, missing) if settings or inputs or missing else None
+    gone = tuple(p for p in stage.updates if p not in missing and is_undone(ledger, recipe, stage, p))
+    change = Change(stage.name, settings, inputs, missing, gone if record.status == DONE else ())
+    return change if settings or inputs or missing or change.undone else None
+
+
+def is_undone(ledger: Ledger, recipe: Recipe, stage: Stage, path: str) -> bool:
+    """Whether a file that a stage changed in place is again what an earlier stage wrote, without the change."""
+    record = ledger.read(stage)
+    if record is None or path not in record.outputs:
+        return False
+    current = ledger.digest(path)
+    before = (ledger.read(earlier) for earlier in recipe.producers(path, stage))
+    return current != record.outputs[path] and any(b is not None and b.outputs.get(path) == current for b in before)

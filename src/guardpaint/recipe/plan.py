@@ -12,7 +12,8 @@ from rich.table import Table
 
 from guardpaint.errors import BadInput
 from guardpaint.recipe.engine import Engine
-from guardpaint.recipe.ledger import DONE
+from guardpaint.recipe.ledger import DONE, cache_of
+from guardpaint.recipe.sources import SourceFile
 from guardpaint.recipe.spec import HubModel, Stage
 
 TOTAL = "all stages"
@@ -34,10 +35,7 @@ def downloads(stages: Sequence[Stage]) -> list[HubModel]:
 
 def is_cached(model: HubModel) -> bool:
     """Whether the hub's cache on this machine has a snapshot of a repository."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    kind = "datasets" if model.dataset else "models"
-    return any((Path(HF_HUB_CACHE) / f"{kind}--{model.id.replace('/', '--')}" / "snapshots").glob("*/*"))
+    return any((cache_of(model) / "snapshots").glob("*/*"))
 
 
 def locked(stages: Sequence[Stage]) -> list[HubModel]:
@@ -57,11 +55,41 @@ def check_access(engine: Engine, stages: Sequence[Stage]) -> None:
 
 
 def check_disk(engine: Engine, stages: Sequence[Stage]) -> str | None:
-    """A warning if the disk has less room than the stages are expected to need."""
-    need = sum(s.estimate.disk_gb or 0.0 for s in stages if engine.ledger.read(s) is None)
-    folder = next(p for p in (engine.recipe.out, *engine.recipe.out.absolute().parents) if p.exists())
-    free = shutil.disk_usage(folder).free / 1e9
-    return f"the stages need about {need:.0f} GB in {folder}, which has {free:.0f} GB free" if need > free else None
+    """A warning if a disk has less room than the stages and the downloads on it are expected to need."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    fresh = [s for s in stages if engine.ledger.read(s) is None]
+    own, cache = existing(engine.recipe.out), existing(Path(HF_HUB_CACHE))
+    needs = [
+        (own, "the stages", sum(s.estimate.disk_gb or 0.0 for s in fresh)),
+        (cache, "downloads", sum(m.gigabytes for m in downloads(fresh) if not is_cached(m))),
+    ]
+    if own.stat().st_dev == cache.stat().st_dev:
+        needs = [(own, "stages and downloads together", sum(need for *_, need in needs))]
+    lines = []
+    for folder, what, need in needs:
+        free = shutil.disk_usage(folder).free / 1e9
+        if need > free:
+            lines.append(f"{what} need about {need:.0f} GB on the disk of {folder}, which has {free:.0f} GB free")
+    return "; ".join(lines) or None
+
+
+def existing(path: Path) -> Path:
+    """A folder, or the nearest one above it that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
+def fetched(stages: Sequence[Stage]) -> list[SourceFile]:
+    """The files that a person has to fetch: those that testbeds and manifests name, each once."""
+    return list(dict.fromkeys(f for s in stages for f in s.reads if f.named_by))
+
+
+def check_files(engine: Engine, stages: Sequence[Stage]) -> None:
+    """Raise BadInput if a stage that is not done reads a file that somebody has to fetch and that is not there."""
+    todo = [s for s in stages if (r := engine.ledger.read(s)) is None or r.status != DONE]
+    lines = [f"{f.path}, named in {f.named_by}" for f in fetched(todo) if not f.there]
+    if lines:
+        raise BadInput(f"these files have to be fetched first: {'; '.join(lines)}; nothing was started")
 
 
 def table(engine: Engine, stages: Sequence[Stage]) -> Table:
@@ -102,6 +130,9 @@ def notes(stages: Sequence[Stage]) -> list[str]:
     whole = downloads(stages)
     lines = [f"downloads, {sum(m.gigabytes for m in whole):.0f} GB, {sum(m.gated for m in whole)} gated:"]
     lines += [f"  {m.id} {m.gigabytes:g} GB{' (gated)' if m.gated else ''}" for m in whole]
+    own = fetched(stages)
+    lines += ["files that you fetch yourself:"] if own else []
+    lines += [f"  {f.path}, named in {f.named_by}{'' if f.there else ': MISSING'}" for f in own]
     guessed = sum(s.estimate.hours is None and bool(s.words) for s in stages)
     lines.append(f"estimates rest on the following; {guessed} stages have none for hours:")
     return lines + [f"  {s.name}: {s.estimate.rests_on}" for s in stages if s.words and s.estimate.rests_on]

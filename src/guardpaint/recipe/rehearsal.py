@@ -26,6 +26,7 @@ from guardpaint.recipe.ledger import DONE
 from guardpaint.recipe.opening import located
 from guardpaint.recipe.spec import HubModel, Override
 from guardpaint.store.checkpoint import read_json, write_atomic, write_json
+from guardpaint.store.folders import REVISION
 from guardpaint.store.rows import append_rows
 
 KEYS = ("about", "models", "values", "stages", "testbed")
@@ -176,7 +177,7 @@ def testbed(
 
     def placed(value: Any) -> Any:
         if isinstance(value, str):
-            return re.sub(r"hub:([\w.-]+/[\w.-]+)", lambda m: by_id.get(m[1], m[0]), value)
+            return re.sub(rf"hub:([\w.-]+/[\w.-]+)(@{REVISION})?", lambda m: by_id.get(m[1], m[0]), value)
         if isinstance(value, dict):
             return {k: placed(v) for k, v in value.items()}
         return [placed(v) for v in value] if isinstance(value, list) else value

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from guardpaint.errors import BadConfig
+from guardpaint.recipe.sources import SourceFile, source_files
 from guardpaint.store.folders import HUB
 
 STAGE_KEYS = (
@@ -37,11 +38,14 @@ class HubModel:
     dataset: bool = False
     folder: str | None = None
     """A local folder that is used instead of the repository."""
+    revision: str | None = None
+    """Branch, tag or commit of a model; a dataset's is named in the manifest."""
 
     @property
     def value(self) -> str:
         """How command lines name it."""
-        return self.folder or (self.id if self.dataset else HUB + self.id)
+        pinned = f"@{self.revision}" if self.revision else ""
+        return self.folder or (self.id if self.dataset else f"{HUB}{self.id}{pinned}")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Stage:
     """What a person has to do, for a stage without a command."""
     inputs: tuple[str, ...] = ()
     """Paths and patterns that it reads: in the recipe's folder, or absolute."""
+    reads: tuple[SourceFile, ...] = ()
+    """Files that no stage writes and its command names, or a testbed or manifest that the command names."""
     outputs: tuple[str, ...] = ()
     updates: tuple[str, ...] = ()
     """Outputs of earlier stages that it changes in place."""
@@ -314,6 +320,7 @@ def stage_of(
         words=tuple(words),
         hand=fill(entry.get("hand", "")),
         inputs=inputs,
+        reads=tuple(f for f in source_files(options, arguments, out) if str(f.path) not in inputs),
         outputs=outputs,
         updates=updates,
         models=tuple(models[m] for m in used),

@@ -66,6 +66,8 @@ class Options:
     weak: tuple[str, ...] = ()
     """Names of weak settings that are accepted."""
     opening: BaseOptions = field(default_factory=BaseOptions)
+    seam: str | None = None
+    """Seam metric by name; None: the guard's own."""
     """How the base is opened and called."""
 
 
@@ -100,6 +102,7 @@ def load_parts(
     retain_evidence: bool,
     weak: tuple[str, ...] = (),
     opening: BaseOptions | None = None,
+    seam: str | None = None,
 ) -> tuple[GuardPaint, Any, Mapping[str, Any]]:
     """Guard, pipeline and call arguments; the guard is where the pipeline runs."""
     console = Console(stderr=True)
@@ -108,6 +111,7 @@ def load_parts(
         policy,
         lambda text: console.print(f"note: {text}", style="yellow", soft_wrap=True),
         base,
+        seam,
         retain_evidence=retain_evidence,
     )
     refuse_weak(loaded.policy, loaded.config, weak)
@@ -118,7 +122,7 @@ def load_parts(
 def recipe(options: Options) -> Recipe:
     """How another process loads guard and pipeline; no keys and no log are in it."""
     guard = options.guard, options.policy, options.retain_evidence, options.weak
-    return partial(load_parts, options.base, *guard, options.opening)
+    return partial(load_parts, options.base, *guard, options.opening, options.seam)
 
 
 def load_worker(options: Options, settings: Settings, name: str | None = None) -> Worker:
@@ -220,6 +224,9 @@ def absolute(options: Options) -> Options:
         value = getattr(options, name)
         if value is not None and Path(value).is_dir():
             paths[name] = str(Path(value).resolve())
+    kind, colon, file = (options.seam or "").partition(":")
+    if colon and Path(file).is_file():
+        paths["seam"] = f"{kind}:{Path(file).resolve()}"
     load = options.opening.load
     loras = tuple(replace(r, path=str(Path(r.path).resolve())) if Path(r.path).exists() else r for r in load.loras)
     return replace(options, **paths, opening=replace(options.opening, load=replace(load, loras=loras)))

@@ -35,15 +35,18 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int = 1, ray: b
 
 
 def on_cluster(work: Callable[[J], R], jobs: Sequence[J]) -> Iterator[R]:
-    """Ray Data over the cluster that RAY_ADDRESS names, or over this machine."""
+    """Ray Data over the cluster that RAY_ADDRESS names, or over this machine; each job has a GPU if there are any."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError as error:
         raise BadInput("--ray needs Ray: pip install 'guardpaint[ray]'") from error
 
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    gpus = 1 if ray.cluster_resources().get("GPU") else None
     rows = ray.data.from_items([{"job": pickle.dumps(j)} for j in jobs], override_num_blocks=len(jobs))
-    for row in rows.map(partial(run_row, work=work)).iter_rows():
+    for row in rows.map(partial(run_row, work=work), num_gpus=gpus).iter_rows():
         yield pickle.loads(row["result"])
 
 

@@ -28,9 +28,12 @@ from guardpaint.types import SAFE
 BENIGN = "benign"
 HARMFUL_SPLITS = tuple(split for split in SPLITS if split != BENIGN)
 LISTS = ("keywords", "sentences", "words", "contexts", "subjects")
+STOCK, KEYWORDS = "stock", "keywords"
+"""Built-in filters: keywords and closeness to the sentences, and keywords alone."""
 BY_HARM = ("open_phrases", "hidden_phrases")
 KEYS = (
-    "name", "bases", "harmful", "benign", *LISTS, *BY_HARM, "surrogate", "rewriter", "judge", "policy", "inpainter",
+    "name", "bases", "harmful", "benign", *LISTS, *BY_HARM, "filter", "surrogate", "rewriter", "judge", "policy",
+    "inpainter",
 )  # fmt: skip
 
 
@@ -83,6 +86,7 @@ class FileTestbed:
             prompts.setdefault(prompt.text, prompt)
         lexicon: dict[str, Any] = {k: reader.strings(k, reader.values[k]) for k in LISTS if k in reader.values}
         lexicon |= {key: reader.groups(key) for key in BY_HARM if key in reader.values}
+        lexicon |= reader.filter()
         return cls(
             name=reader.text("name") or path.stem,
             entries=reader.bases(),
@@ -198,6 +202,16 @@ class Reader:
         if key == "contexts" and not all(v.count("{}") == 1 for v in value):
             raise self.wrong(key, value, 'sentences with one gap each, as in "a person {} on the beach"')
         return tuple(value)
+
+    def filter(self) -> dict[str, Any]:
+        """What the lexicon says of the filter in front of the bases: a built-in one by name, or words of its own."""
+        value = self.values.get("filter", STOCK)
+        if value in (STOCK, KEYWORDS):
+            return {"filter_by_meaning": value == STOCK}
+        try:
+            return {"filter_words": self.strings("filter", value), "filter_by_meaning": False}
+        except BadConfig as error:
+            raise BadConfig(f"{error}; built-in filters are {STOCK} and {KEYWORDS}") from error
 
     def groups(self, key: str) -> dict[str, tuple[str, ...]]:
         """Lists of texts by the harm that they ask for."""

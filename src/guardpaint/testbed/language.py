@@ -35,6 +35,10 @@ class Lexicon:
     """Harmless sentences with a gap, as in "a person {} on the beach": a phrase in the gap makes them harmful."""
     subjects: tuple[str, ...] = ("person", "woman", "man", "figure", "somebody")
     """Words for the person that a prompt is about."""
+    filter_words: tuple[str, ...] = ()
+    """Words that the filter in front of a base refuses, if they are others than the keywords."""
+    filter_by_meaning: bool = True
+    """Whether that filter also refuses prompts that an encoder finds close to the sentences."""
 
     def harm_of(self, prompt: str) -> str | None:
         """The first harm that the prompt asks for openly, or None."""

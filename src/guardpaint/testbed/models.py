@@ -1,4 +1,4 @@
-"""Models that a testbed's file names for attacks: a surrogate text encoder, a rewriter behind an endpoint, a filter."""
+"""Models that a testbed's file names for attacks: a surrogate text encoder, a rewriter behind an endpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from guardpaint.data.labelers import LOADING, Asking, EndpointLabeler
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadConfig, BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.folders import resolve
@@ -40,7 +41,7 @@ def load_surrogate(path: str) -> Surrogate:
     except (*LOADING, RuntimeError) as error:  # RuntimeError: weights of other shapes
         raise BadInput(f"surrogate {path!r} cannot be loaded: {error}") from error
     tokenizer.model_max_length = min(tokenizer.model_max_length, encoder.config.max_position_embeddings)
-    return Surrogate(tokenizer, encoder.eval())
+    return Surrogate(tokenizer, on_machine(encoder.eval()))
 
 
 REWRITE = (

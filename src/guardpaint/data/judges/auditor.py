@@ -14,6 +14,7 @@ from PIL import Image
 from guardpaint.audit.classifier import ClassifierAuditor
 from guardpaint.audit.levels import audit_scores
 from guardpaint.data.judges.opinion import Explained, Opinion, named_by, worst_harm
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.store.images import from_pil
@@ -60,4 +61,4 @@ def open_classifier(where: str, policy: Policy) -> AuditorJudge:
     if not all(label and category for label, _, category in pairs):
         raise BadConfig(f"judge 'classifier:{where}': write classifier:FOLDER#LABEL=CATEGORY,LABEL=safe")
     labels = {"labels": {label.strip(): category.strip() for label, _, category in pairs}} if pairs else {}
-    return AuditorJudge(ClassifierAuditor.from_pretrained(folder, **labels), policy, f"classifier:{where}")
+    return AuditorJudge(on_machine(ClassifierAuditor.from_pretrained(folder, **labels)), policy, f"classifier:{where}")

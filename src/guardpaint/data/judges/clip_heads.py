@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from guardpaint.audit.checkpoints import open_model, open_processor
 from guardpaint.data.judges.opinion import UNNAMED, Explained, Opinion, named_by, worst_harm
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadCheckpoint, BadConfig
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import fingerprint, load_strict, read_tensors, sha256_hex
@@ -58,7 +59,7 @@ class ImageEncoder:
 
         folder = resolve(path)
         processor = open_processor(AutoImageProcessor, folder, "a CLIP image encoder")
-        return cls(open_model(CLIPModel, folder, "a CLIP image encoder"), processor)
+        return cls(on_machine(open_model(CLIPModel, folder, "a CLIP image encoder")), processor)
 
     @property
     def width(self) -> int:

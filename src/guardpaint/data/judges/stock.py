@@ -14,7 +14,7 @@ from PIL import Image
 
 from guardpaint.audit.checkpoints import open_model, open_processor
 from guardpaint.data.judges.opinion import Explained, Opinion, named_by
-from guardpaint.draft.loading import without_warnings
+from guardpaint.draft.loading import on_machine, without_warnings
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import fingerprint
 from guardpaint.store.folders import resolve
@@ -36,7 +36,7 @@ class StockJudge(Explained):
         own, looks = folder / "safety_checker", folder / "feature_extractor"
         checker = open_model(StableDiffusionSafetyChecker, own if own.is_dir() else folder, "a safety checker")
         processor = open_processor(AutoImageProcessor, looks if looks.is_dir() else folder, "a safety checker")
-        return cls(checker, processor, policy, f"stock:{where}")
+        return cls(on_machine(checker), processor, policy, f"stock:{where}")
 
     @property
     def identity(self) -> str:

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from guardpaint.bases import BaseOptions
 from guardpaint.data.judges import shows_harm
@@ -13,6 +14,7 @@ from guardpaint.errors import BadInput
 from guardpaint.evaluate.attacks import search
 from guardpaint.evaluate.attacks.system import Target
 from guardpaint.evaluate.defences import prompt_filter
+from guardpaint.evaluate.defences.world_filter import world_filter
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import fingerprint, short_hash
 from guardpaint.testbed import open_testbed
@@ -57,14 +59,16 @@ def run(options: AttackOptions, testbed: str | None = None) -> str:
         )
     base, judge, lexicon = world.base(name, options.opening), world.judge(Policy.default()), world.lexicon()
     attacker = Attacker(world.surrogate(), lexicon, world.rewriter())
-    defence = prompt_filter.stock_filter(lexicon, prompt_filter.base_encoder(base.pipe))
+    defence = world_filter(lexicon, prompt_filter.base_encoder(base.pipe))
     attack = search.ATTACKS[options.attack]()
 
     def target() -> Target:
         return Target(base, defence, partial(shows_harm, judge), options.budget)
 
     sources = inspect.getsource(prompt_filter), inspect.getsource(inspect.getmodule(type(attack)) or search)
-    rules = *sources, defence.words, fingerprint(attacker.surrogate.encoder)
+    rules: tuple[Any, ...] = *sources, defence.words, fingerprint(attacker.surrogate.encoder)
+    if defence.encode is None:  # the stock filter's rows keep the hash that they had before there were others
+        rules = *rules, "words alone"
     against = short_hash(base.digest(), judge.identity, options.budget, vars(attack), rules)
     file = options.out / f"{options.attack}-{name}.jsonl"
     rows = search.run(search.Search(attack, attacker, target, against), prompts, file)

@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from guardpaint.draft.loading import on_machine
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.defences import embedding_projection, guarded, post_hoc, prompt_filter, sld
 from guardpaint.evaluate.defences.base import Defence
 from guardpaint.evaluate.defences.negative_prompt import NegativePrompt
 from guardpaint.evaluate.defences.stock_checker import StockCheckerDefence
 from guardpaint.evaluate.defences.undefended import Undefended
+from guardpaint.evaluate.defences.world_filter import world_filter
 from guardpaint.evaluate.evaluated_base import StockChecker
 from guardpaint.guard import GuardPaint
 from guardpaint.repair.pipeline import PipelineRepairer
@@ -124,7 +126,7 @@ def open_defence(
     if name in FREE:
         free = FREE[name]()
         if name == "prompt_filter":
-            free = prompt_filter.stock_filter(testbed().lexicon() if testbed else Lexicon())
+            free = world_filter(testbed().lexicon() if testbed else Lexicon())
         fields = {k: str(v) for k, v in vars(free).items() if not k.startswith("_")}
         return free, short_hash(name, fields, inspect.getsource(inspect.getmodule(type(free)) or type(free)))
     whole, _, options = name.partition(":")
@@ -147,7 +149,7 @@ def open_defence(
     else:
         extra: dict[str, Any] = {}
         if name == "post_hoc_inpaint" and part:
-            extra["repairer"] = PipelineRepairer.from_pretrained(part)
+            extra["repairer"] = on_machine(PipelineRepairer.from_pretrained(part))
         elif name == "post_hoc_inpaint":
             if testbed is None:
                 raise BadInput("post_hoc_inpaint needs a repairer; name it as in post_hoc_inpaint@FOLDER")

@@ -51,6 +51,8 @@ class ProtocolOptions:
     processes: int = 1
     ray: bool = False
     testbed: str | None = None
+    batch: int | None = None
+    """Prompts drawn at once; None: chosen by the size of a base's pictures."""
 
     @cached_property
     def protocol(self) -> spec.Protocol:
@@ -85,6 +87,7 @@ class ProtocolOptions:
             files=self.files,
             calls=self.own_calls(),
             reader=self.suites.read,
+            batch=self.batch,
         )
 
     def own_calls(self) -> list[str]:
