@@ -47,6 +47,14 @@ BASE_HELP = (
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps … Default: cuda if there is one, else cpu.")
 ]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="HF_TOKEN",
+        help="Hub token for gated and private models. Other users can read a command line: rather set HF_TOKEN.",
+    ),
+]
 BASE_OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None,
@@ -58,13 +66,7 @@ BASE_OPTIONS: dict[str, Any] = {
     "device": DeviceOption,
     "variant": Annotated[str | None, typer.Option(help="Set of weight files to read, as in model.fp16.safetensors.")],
     "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a base on the hub.")],
-    "token": Annotated[
-        str | None,
-        typer.Option(
-            envvar="HF_TOKEN",
-            help="Hub token for gated bases. Other users can read a command line: rather set HF_TOKEN.",
-        ),
-    ],
+    "token": TokenOption,
     "offload": Annotated[
         str,
         typer.Option(help="none; model: idle models wait in main memory; sequential: idle layers do, which is slow."),

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from guardpaint.cli.common import JsonOption, dump, out
+import typer
+
+from guardpaint.cli.common import JsonOption, TokenOption, dump, out
 
 
-def presets(as_json: JsonOption = False) -> None:
+def presets(
+    save: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(help="Write the guard of preset NAME into folder DIR, which can then be calibrated."),
+    ] = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the presets: guards of public parts that need no training. Use one as --guard preset:NAME.
 
     "verified" says what was run of it: the real weights, or models of the same classes with random weights.
     """
     from guardpaint.parts.presets import PRESETS
 
+    if save is not None:
+        save_preset(*save, token)
+        return
     rows = [described(p) for p in PRESETS.values()]
     if as_json:
         dump(rows)
@@ -31,6 +43,19 @@ def presets(as_json: JsonOption = False) -> None:
         for line in (row["note"], *(f"missing: {how}" for how in row["missing"])):
             if line:
                 out.print(f"  {line}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def save_preset(name: str, folder: Path, token: str | None) -> None:
+    """Write a preset's guard into a folder. A guard that is there already may be calibrated, so it is not replaced."""
+    from guardpaint.errors import BadInput
+    from guardpaint.guard import GuardPaint
+    from guardpaint.store.manifest import MANIFEST
+
+    if (folder / MANIFEST).exists():
+        raise BadInput(f"{folder}: holds a guard already; name another folder, or remove that guard first")
+    guard = GuardPaint.from_preset(name, token=(token or "").strip() or None)
+    guard.save_pretrained(folder)
+    typer.echo(f"{folder}: {', '.join(guard.chosen_parts())}; policy {guard.policy.name}")
 
 
 def described(preset: Any) -> dict[str, Any]:
