@@ -171,8 +171,13 @@ def load_inpainter(name: str) -> Any:
     else:
         folder = pipeline_folder(name, FP32)
         pipe = open_folder(folder, replace(FP32, variant=only_variant(folder)))
-    if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
-        raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
+    unet = pipe.components.get("unet")
+    if unet is None:
+        raise BadConfig(
+            f"{name}: a {type(pipe).__name__} has no UNet; a pipeline with an inpainting UNet is needed here"
+        )
+    if unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
+        raise BadConfig(f"{name}: its UNet takes {unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe
 
 
