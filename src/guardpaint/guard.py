@@ -455,12 +455,14 @@ class GuardPaint:
     ) -> GuardPaint:
         """Load a guard from a directory, from the hub as `hub:owner/name`, or a preset as `preset:name`.
 
-        `changes` override its GuardConfig. `seam` replaces its seam metric: one, or a name as in `open_seam`; a guard
-        whose manifest names none takes its auditor's backbone. Missing parts raise. Every setting that opens a door is
-        warned of.
+        `revision` and `token` are the hub's. `changes` override its GuardConfig. `seam` replaces its seam metric: one,
+        or a name as in `open_seam`; a guard whose manifest names none takes its auditor's backbone. Missing parts
+        raise. Every setting that opens a door is warned of.
         """
         if str(path_or_repo).startswith(presets.PRESET):
             name = str(path_or_repo)
+            if revision is not None:
+                raise BadConfig(f"{name}: {presets.NO_REVISION} revision={revision!r}")
             return cls.from_preset(name, policy=policy, token=token, seam=seam, audit_log=audit_log, **changes)
         directory = resolve(path_or_repo, access=Access(revision, token))
         manifest, policy, config = read_settings(directory, policy, **changes)

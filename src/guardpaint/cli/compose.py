@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from guardpaint.cli.common import TokenOption
+from guardpaint.cli.common import TokenOption, given
 
 
 def compose(
@@ -71,7 +71,7 @@ def compose(
         raise BadInput(
             f"{calibration}: calibrated for another auditor than {auditor}; run `guardpaint calibrate` again"
         )
-    painter = open_repairer(repairer, repairer_prompt, (token or "").strip() or None)
+    painter = open_repairer(repairer, repairer_prompt, given(token))
     guard = GuardPaint(
         scorer,
         painter,
@@ -99,4 +99,4 @@ def push(
     from guardpaint.guard import GuardPaint
 
     loaded = GuardPaint.from_pretrained(guard)
-    typer.echo(loaded.push_to_hub(repository, {"license": licence}, private=not public, token=token))
+    typer.echo(loaded.push_to_hub(repository, {"license": licence}, private=not public, token=given(token)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import opens_bases
+from guardpaint.cli.common import TokenOption, given, opens_bases
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
@@ -67,13 +67,7 @@ def ingest(
     out_dir: Annotated[Path, typer.Option("--out", help="The corpus folder; rows are added to an existing one.")],
     source: Annotated[list[str] | None, typer.Option(help="Only this source; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows per source.")] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HF_TOKEN",
-            help="Hub token for gated sources. Other users can read a command line: rather set HF_TOKEN.",
-        ),
-    ] = None,
+    token: TokenOption = None,
 ) -> None:
     """Read sources into a corpus; run again to resume after an interruption."""
     from guardpaint.data.sources import ingest as read
@@ -88,7 +82,7 @@ def ingest(
     if unknown:
         raise BadInput(f"source {unknown[0]!r}: {manifest} has {', '.join(names)}")
     chosen = [s for s in sources if not source or s.name in source]
-    corpus, token = Corpus(out_dir), (token or "").strip() or None
+    corpus, token = Corpus(out_dir), given(token)
     for name, counts in read(chosen, corpus, limit, open_dataset=open_dataset, token=token).items():
         typer.echo(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
     if broken := corpus.broken():

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import JsonOption, TokenOption, dump, out
+from guardpaint.cli.common import JsonOption, TokenOption, dump, given, out
 
 
 def presets(
@@ -53,7 +53,7 @@ def save_preset(name: str, folder: Path, token: str | None) -> None:
 
     if (folder / MANIFEST).exists():
         raise BadInput(f"{folder}: holds a guard already; name another folder, or remove that guard first")
-    guard = GuardPaint.from_preset(name, token=(token or "").strip() or None)
+    guard = GuardPaint.from_preset(name, token=given(token))
     guard.save_pretrained(folder)
     typer.echo(f"{folder}: {', '.join(guard.chosen_parts())}; policy {guard.policy.name}")
 

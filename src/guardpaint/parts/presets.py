@@ -23,6 +23,7 @@ from guardpaint.types import JsonDict
 
 PRESET = "preset:"
 """Prefix of a preset's name wherever a guard is named."""
+NO_REVISION = "a preset has no revisions, `guardpaint presets` lists those of its models; leave out"
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"
 REAL, RANDOM = "real weights", "random-initialised classes"
 DOLLS, DOLLS_FAST = "dolls", "dolls-fast"
