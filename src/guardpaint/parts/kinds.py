@@ -101,8 +101,8 @@ def part_class(role: str, kind: str) -> Any:
         found = point.load()
     except Exception as error:
         raise BadCheckpoint(
-            f"{role} of kind {kind!r}: the entry point {point.value} cannot be imported "
-            f"({type(error).__name__}: {error})"
+            f"{role} of kind {kind!r}: the entry point {point.value} of the package `{plugins.package_of(point)}` "
+            f"cannot be imported ({type(error).__name__}: {error})"
         ) from error
     if getattr(found, "kind", None) != kind or not hasattr(found, "from_pretrained"):
         raise BadCheckpoint(f"{role} of kind {kind!r}: {point.value} is no part of that kind (kind, from_pretrained)")
