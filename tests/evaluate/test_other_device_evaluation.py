@@ -15,7 +15,7 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 from guardpaint.bases import Base
 from guardpaint.data.views import Labelled
 from guardpaint.evaluate import auditor as audit_measures
-from guardpaint.evaluate import calibrate, corpus_auditor, proposers, run
+from guardpaint.evaluate import calibrate, corpus_auditor, moment, proposers, run, seed_pairs
 from guardpaint.evaluate import inpainter as fill_measures
 from guardpaint.evaluate.attacks import adaptive
 from guardpaint.evaluate.attacks.mma import Mma
@@ -185,3 +185,15 @@ def test_stage_metrics():
     there = features.to(OTHER)(pixels.to(OTHER))
     assert clip.score(images, ["a", "b"]) == pytest.approx(scores, abs=1e-3)
     assert there.device == OTHER and torch.allclose(there.cpu(), here, atol=1e-4)
+
+
+def test_stage_moment_and_seed_pairs(tmp_path):
+    """The guard is moved to where each base draws; it starts on the CPU."""
+    prompts = [Prompt("0", "words", 1, "nudity")]
+    guard = busy_guard()
+    rows = moment.measure(moment.MomentOptions(guard, [a_base()], prompts, Dark(), tmp_path / "m", (0.5,)))
+    assert rows and not any(row["error"] for row in rows)
+    guard = busy_guard()
+    asked = seed_pairs.SeedPairs(guard, [a_base()], prompts, Dark(), {}, tmp_path / "s", 2)
+    assert len(asked.measure()) == 2
+    assert next(guard.parts.auditor.parameters()).device.type == torch.device(OTHER).type

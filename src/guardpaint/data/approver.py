@@ -67,7 +67,8 @@ class VlmApprover(Graded):
     ) -> VlmApprover:
         """The approver that options describe, or that was saved in a folder, which may hold its model.
 
-        A preset names no folder, which arrives here as `Path()`.
+        A preset names no folder, which arrives here as `Path()`. It opens on the CPU; `GuardPaint.to` moves it with all
+        other parts.
         """
         place = None if folder is None or Path(folder) == Path() else Path(folder)
         values = {**({} if place is None else read_card(place, cls.kind)), **options}
@@ -80,7 +81,7 @@ class VlmApprover(Graded):
         spec = settings.labeler
         if place is not None and (place / MODEL).is_dir():
             spec = f"{spec.partition(':')[0]}:{place / MODEL}"
-        return cls(open_labeler(spec, settings.asking(), LoadOptions(token=token)), settings)
+        return cls(open_labeler(spec, settings.asking(), LoadOptions(device="cpu", token=token)), settings)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the card, and the model if the labeler runs in this process."""

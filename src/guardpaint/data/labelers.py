@@ -28,6 +28,7 @@ from PIL import Image
 from guardpaint.audit.checkpoints import open_model
 from guardpaint.audit.processors import chat_processor
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
+from guardpaint.draft.loading import chosen_device
 from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
@@ -113,8 +114,7 @@ class ChatLabeler:
             model = open_model(AutoModelForImageTextToText, folder, "a chat model", dtype="auto")
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(model.to(device), processor, asking, path)
+        return cls(model, processor, asking, path)
 
     def to(self, device: str | torch.device) -> ChatLabeler:
         self.model.to(device)
@@ -346,9 +346,9 @@ PHRASES = {"nudity": ("naked person", "nude body"), "violence": ("blood", "wound
 def open_labeler(spec: str, asking: Asking, opening: LoadOptions | None = None) -> Any:
     """The labeler that `kind:where` describes; an endpoint's key is read from GUARDPAINT_API_KEY.
 
-    Of `opening`, the token is used.
+    Of `opening`, the token and the device are used; a model goes to the GPU if there is one and no device is named.
     """
-    token = None if opening is None else opening.token
+    opening = opening or LoadOptions()
     kind, _, where = spec.partition(":")
     if kind == "endpoint":
         url, _, model = where.partition("#")
@@ -356,9 +356,10 @@ def open_labeler(spec: str, asking: Asking, opening: LoadOptions | None = None) 
             raise BadConfig(f"labeler {spec!r}: name the model after a #, as in endpoint:http://host:8000/v1#model")
         return EndpointLabeler(url, model, asking, key=os.environ.get("GUARDPAINT_API_KEY"))
     if kind == "vlm" and where:
-        return ChatLabeler.from_pretrained(where, asking, token)
+        return ChatLabeler.from_pretrained(where, asking, opening.token).to(chosen_device(opening))
     if kind == "shieldgemma" and where:
-        return ShieldLabeler.from_pretrained(where, asking.policy, token)
+        return ShieldLabeler.from_pretrained(where, asking.policy, opening.token).to(chosen_device(opening))
     if kind == "detector" and where:
-        return DetectorLabeler.from_pretrained(where, asking.policy, PHRASES, token)
+        labeler = DetectorLabeler.from_pretrained(where, asking.policy, PHRASES, opening.token)
+        return labeler.to(chosen_device(opening))
     raise BadConfig(f"labeler {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL")
