@@ -13,12 +13,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from guardpaint.bases import load_guard
+from guardpaint.cli.doctor import weak_of
 from guardpaint.cli.main import app
 from guardpaint.cli.presets import readiness
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput, MissingPackage
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
-from guardpaint.parts.presets import PRESETS, RANDOM, REAL
+from guardpaint.parts.presets import NOTHING, PRESETS, RANDOM, REAL
 from guardpaint.store.folders import Origin, folder_digest
 from guardpaint.store.images import from_pil, load_image
 from guardpaint.testing import small, small_detectors, small_inpainters
@@ -193,7 +194,7 @@ def test_a_hub_that_refuses_is_reported_by_name(monkeypatch):
 def test_the_command_line_lists_draws_and_checks(hub, tmp_path):
     runner = CliRunner()
     rows = json.loads(runner.invoke(app, ["presets", "--json"]).output)
-    assert [r["name"] for r in rows] == list(PRESETS) and {r["verified"] for r in rows} == {REAL, RANDOM}
+    assert [r["name"] for r in rows] == list(PRESETS) and {r["verified"] for r in rows} == {REAL, RANDOM, NOTHING}
     text = runner.invoke(app, ["presets"]).output
     assert "preset:zero-shot" in text and "random-initialised classes" in text and "Apache-2.0" in text
     words = ["generate", "a quiet street", "--base", "tiny-sd", "--steps", "2", "--guard", "preset:zero-shot"]
@@ -298,3 +299,13 @@ def test_a_preset_is_saved_from_the_command_line_and_a_guard_that_is_there_is_ke
     assert GuardPaint.from_pretrained(tmp_path / "guard").policy.names == ("safe", "nudity")
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 1 and "holds a guard already" in str(again.exception)
+
+
+@pytest.mark.parametrize("name", presets.EMBEDDED)
+def test_doctor_finds_the_guards_of_an_installed_package(name):
+    assert all(row["there"] for row in readiness(f"preset:{name}"))
+    assert weak_of(f"preset:{name}") == [w.to_dict() for w in GuardPaint.from_preset(name).weak_settings()]
+
+
+def test_what_was_never_put_together_is_not_called_verified():
+    assert PRESETS["paper"].verified == NOTHING and not [r for r in readiness("paper") if r["there"]]

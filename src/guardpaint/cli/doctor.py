@@ -57,16 +57,18 @@ def weak_of(guard: str | None, token: str | None = None) -> list[dict[str, str]]
     from guardpaint.config import GuardConfig
     from guardpaint.errors import MissingPackage
     from guardpaint.parts.folder import read_settings
-    from guardpaint.parts.presets import PRESET, policy_of, preset
+    from guardpaint.parts.presets import DOLLS, EMBEDDED, PRESET, policy_of, preset
     from guardpaint.store import plugins
     from guardpaint.store.folders import Access, resolve
     from guardpaint.verify.weak import weak_settings
 
-    if guard is not None and guard.startswith(PRESET):
-        chosen = preset(guard)
+    chosen = preset(guard) if guard is not None and guard.startswith(PRESET) else None
+    if chosen is not None and chosen.name not in EMBEDDED:
         return [w.to_dict() for w in weak_settings(policy_of(chosen), GuardConfig.from_dict(chosen.config))]
     try:
-        folder = guard or plugins.load(plugins.GUARDS, "embedded", "the embedded guard")()
+        embedded = EMBEDDED[DOLLS if chosen is None else chosen.name]
+        named = guard if chosen is None else None
+        folder = named or plugins.load(plugins.GUARDS, embedded, "the embedded guard")()
     except MissingPackage:
         return []
     _, policy, config = read_settings(resolve(folder, access=Access(token=token)))

@@ -20,7 +20,7 @@ def presets(
 ) -> None:
     """List the presets: guards of public parts that need no training. Use one as --guard preset:NAME.
 
-    "verified" says what was run of it: the real weights, or models of the same classes with random weights.
+    "verified" says what was run of it: the real weights, models of the same classes with random weights, or nothing.
     """
     from guardpaint.parts.presets import PRESETS
 
@@ -76,7 +76,7 @@ def readiness(name: str) -> list[dict[str, Any]]:
     """What `doctor` says of a preset: each package and model that it needs, and whether it is there."""
     from huggingface_hub import try_to_load_from_cache
 
-    from guardpaint.parts.presets import preset
+    from guardpaint.parts.presets import EMBEDDED, preset
     from guardpaint.store.folders import absent_files
 
     chosen = preset(name)
@@ -94,6 +94,6 @@ def readiness(name: str) -> list[dict[str, Any]]:
             how = f"half downloaded, {', '.join(absent[:3])} not there: fetch it again; {how}"
         there = isinstance(found, str) and not absent
         rows.append({"what": f"{use}: {model.repo}@{model.revision}", "there": there, "how": how})
-    if chosen.build is None and chosen.name != "dolls":
+    if chosen.build is None and chosen.name not in EMBEDDED:
         rows.append({"what": "parts", "there": False, "how": chosen.note})
     return rows
