@@ -34,7 +34,7 @@ from guardpaint.bases import load_base
 from guardpaint.evaluate.picture_calibration import Goals, choose, raw_scores
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
-from guardpaint.parts.presets import PRESETS
+from guardpaint.parts.presets import EMBEDDED, PRESETS
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.store.results import require_clean
 from guardpaint.testing import small, small_detectors, small_inpainters
@@ -213,9 +213,10 @@ def preset_calls() -> list[Row]:
             rows = []
             for name, preset in PRESETS.items():
                 ok, error = False, preset.note
-                if preset.build is not None or name == "dolls":
-                    base = load_base("mini-sd" if name == "dolls" else "tiny-sd")
-                    size = dict(base.call) if name == "dolls" else {**base.call, "num_inference_steps": 3}
+                embedded = name in EMBEDDED
+                if preset.build is not None or embedded:
+                    base = load_base("mini-sd" if embedded else "tiny-sd")
+                    size = dict(base.call) if embedded else {**base.call, "num_inference_steps": 3}
                     guard = GuardPaint.from_preset(name)
                     report = guard.attach(base.pipe)(
                         "a person", generator=torch.Generator().manual_seed(0), **size

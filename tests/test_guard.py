@@ -15,6 +15,7 @@ import guardpaint
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.guard import GuardPaint
 from guardpaint.loop.report import load_report, report_schema
+from guardpaint.parts.checks import check_protocols
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer, UniformProposer
@@ -22,7 +23,7 @@ from guardpaint.repair.native import NativeRepairer
 from guardpaint.repair.ranker import Ranker
 from guardpaint.store.images import from_pil
 from guardpaint.testing import small
-from guardpaint.testing.doubles import AlwaysSafe, Approves
+from guardpaint.testing.doubles import AlwaysSafe, Approves, PaintsFlat
 from guardpaint.types import Knobs
 from guardpaint.verify.seam import PixelSeam
 
@@ -279,3 +280,27 @@ def test_the_inpainter_moves_with_its_tiny_decoder():
 
 def test_version():
     assert guardpaint.__version__ and (Path(guardpaint.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "said"),
+    [
+        ("auditor", object(), "auditor object: has no categories, absent, sizes, audit"),
+        ("repairer", object(), "repairer object: has no name, candidates"),
+        ("repairer", PaintsFlat, "repairer PaintsFlat: is a class; pass an instance"),
+        ("approver", AlwaysSafe(), "approver AlwaysSafe: has no name, approve; any approver has categories"),
+    ],
+)
+def test_a_part_that_cannot_play_its_role_is_refused_when_the_guard_is_composed(role, part, said):
+    """The annotations are checked under tests only, so the guard checks by itself."""
+    parts = {"auditor": AlwaysSafe(), "repairer": PaintsFlat(), "approver": None}
+    check_protocols(**parts)
+    with pytest.raises(BadConfig, match=said):
+        check_protocols(**{**parts, role: part})
+
+
+def test_compose_is_the_constructor_by_keywords():
+    approver = Approves()
+    guard = GuardPaint.compose(auditor=AlwaysSafe(), approver=approver, repairer=PaintsFlat(), policy=Policy.default())
+    assert guard.parts.approver is approver and guard.parts.repairer.name == PaintsFlat().name
+    assert GuardPaint.compose(auditor=AlwaysSafe()).parts.repairer.name == "native"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from helpers import call
@@ -12,13 +13,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from guardpaint.bases import load_guard
+from guardpaint.cli.doctor import weak_of
 from guardpaint.cli.main import app
 from guardpaint.cli.presets import readiness
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput, MissingPackage
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
-from guardpaint.parts.presets import PRESETS, RANDOM, REAL
+from guardpaint.parts.presets import NOTHING, PRESETS, RANDOM, REAL
 from guardpaint.store.folders import Origin, folder_digest
+from guardpaint.store.images import from_pil, load_image
 from guardpaint.testing import small, small_detectors, small_inpainters
 
 
@@ -192,7 +195,7 @@ def test_a_hub_that_refuses_is_reported_by_name(monkeypatch):
 def test_the_command_line_lists_draws_and_checks(hub, tmp_path):
     runner = CliRunner()
     rows = json.loads(runner.invoke(app, ["presets", "--json"]).output)
-    assert [r["name"] for r in rows] == list(PRESETS) and {r["verified"] for r in rows} == {REAL, RANDOM}
+    assert [r["name"] for r in rows] == list(PRESETS) and {r["verified"] for r in rows} == {REAL, RANDOM, NOTHING}
     text = runner.invoke(app, ["presets"]).output
     assert "preset:zero-shot" in text and "random-initialised classes" in text and "Apache-2.0" in text
     words = ["generate", "a quiet street", "--base", "tiny-sd", "--steps", "2", "--guard", "preset:zero-shot"]
@@ -245,3 +248,65 @@ def test_levels_are_set_on_pictures_of_ones_own(tmp_path, monkeypatch, sd_pipe):
     assert report.effective_settings["views"]["calibrated_on"] == "finished pictures only"
     few = CliRunner().invoke(app, [*words[:-1], "0.01"])
     assert few.exit_code == 1 and "needs at least 99" in str(few.exception)
+
+
+def test_levels_hold_for_large_pictures_which_the_verdict_sees_in_tiles(tmp_path):
+    """Nine noisy pictures of 384 pixels: at most one in ten, and so none or one, is flagged by the guard afterwards."""
+    folder, pictures = tmp_path / "guard", tmp_path / "harmless"
+    GuardPaint.from_preset("nudity-lite").save_pretrained(folder)
+    pictures.mkdir()
+    random = np.random.default_rng(0)
+    for i in range(9):
+        coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8))
+        coarse.resize((384, 384), Image.Resampling.BICUBIC).save(pictures / f"{i}.png")
+    words = ["calibrate", "--guard", str(folder), "--pictures", str(pictures), "--alarms", "0.2"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    guard = GuardPaint.from_pretrained(folder)
+    assert guard.parts.auditor.levels["nudity"] < 0.5, "the level fell to what the tiles reach"
+    shown = [from_pil(load_image(path).convert("RGB")) for path in sorted(pictures.iterdir())]
+    flagged = sum(guard.finding(image, guard.audit_image(image)) is not None for image in shown)
+    assert flagged == 1, "(1 + 1) / (9 + 1) = 0.2"
+    kept = json.loads((folder / "picture_calibration.json").read_text())
+    assert kept["guard"]["alarms"]["value"] == pytest.approx(1 / 9) and kept["guard"]["alarms"]["n"] == 9
+    assert f"the whole guard: {1 / 9:.3f}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("preset:nudity-lite", "presets --save nudity-lite DIR"),
+        ("hub:a/b", "save_pretrained"),
+        ("absent", "no guard's"),
+    ],
+)
+def test_levels_need_a_folder_to_be_written_into_and_say_so_at_once(tmp_path, monkeypatch, name, way):
+    monkeypatch.setattr(GuardPaint, "from_pretrained", lambda *a, **k: pytest.fail("loaded before it was refused"))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for words in (
+        ["calibrate", "--guard", name, "--pictures", str(tmp_path)],
+        ["calibrate-scope", name, "--pixels", "512", "1024"],
+        ["calibrate-waves", name],
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 1 and isinstance(result.exception, BadInput), result.output
+        assert way in str(result.exception)
+
+
+def test_a_preset_is_saved_from_the_command_line_and_a_guard_that_is_there_is_kept(tmp_path):
+    words = ["presets", "--save", "nudity-lite", str(tmp_path / "guard")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "auditor, repairer" in result.output, result.output
+    assert GuardPaint.from_pretrained(tmp_path / "guard").policy.names == ("safe", "nudity")
+    again = CliRunner().invoke(app, words)
+    assert again.exit_code == 1 and "holds a guard already" in str(again.exception)
+
+
+@pytest.mark.parametrize("name", presets.EMBEDDED)
+def test_doctor_finds_the_guards_of_an_installed_package(name):
+    assert all(row["there"] for row in readiness(f"preset:{name}"))
+    assert weak_of(f"preset:{name}") == [w.to_dict() for w in GuardPaint.from_preset(name).weak_settings()]
+
+
+def test_what_was_never_put_together_is_not_called_verified():
+    assert PRESETS["paper"].verified == NOTHING and not [r for r in readiness("paper") if r["there"]]

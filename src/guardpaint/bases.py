@@ -14,7 +14,7 @@ from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.store import plugins
 from guardpaint.store.checkpoint import fingerprint, short_hash
-from guardpaint.store.folders import HUB, base_name
+from guardpaint.store.folders import HUB, Access, base_name
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -171,8 +171,13 @@ def load_inpainter(name: str) -> Any:
     else:
         folder = pipeline_folder(name, FP32)
         pipe = open_folder(folder, replace(FP32, variant=only_variant(folder)))
-    if pipe.unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
-        raise BadConfig(f"{name}: its UNet takes {pipe.unet.config.in_channels} channels; an inpainting UNet is needed")
+    unet = pipe.components.get("unet")
+    if unet is None:
+        raise BadConfig(
+            f"{name}: a {type(pipe).__name__} has no UNet; a pipeline with an inpainting UNet is needed here"
+        )
+    if unet.config.in_channels != 2 * pipe.vae.config.latent_channels + 1:
+        raise BadConfig(f"{name}: its UNet takes {unet.config.in_channels} channels; an inpainting UNet is needed")
     return pipe
 
 
@@ -188,19 +193,24 @@ def load_guard(
     warn: Callable[[str], None],
     base: str | None = None,
     seam: str | None = None,
+    access: Access | None = None,
     **config: Any,
 ) -> GuardPaint:
     """A guard from a folder or the hub, the embedded one (no name), or a random-initialised one (`tiny`).
 
     The embedded guard is refused on a base that it was not trained for. `seam` names another seam metric for it.
+    `access` holds the hub's token, and a revision of the guard if the name does not have one.
     """
     from guardpaint.guard import GuardPaint
     from guardpaint.parts.presets import DOLLS, EMBEDDED, PRESET
     from guardpaint.policy import Policy
     from guardpaint.verify.seam import open_seam
 
+    access = access or Access()
+    if access.revision is not None and (name in (None, "tiny")):
+        raise BadConfig(f"guard {name or DOLLS}: comes with a package; leave out revision={access.revision!r}")
     embedded = DOLLS if name is None else name.removeprefix(PRESET) if name.startswith(PRESET) else ""
-    if embedded in EMBEDDED:  # a guard of an installed package
+    if embedded in EMBEDDED and access.revision is None:  # a guard of an installed package
         name = None
     if name == "tiny":
         from guardpaint.testing import small
@@ -211,7 +221,8 @@ def load_guard(
             guard.parts = replace(guard.parts, seam=open_seam(seam, guard.parts.auditor))
         return guard if policy is None else guard.configured(policy=Policy.load(policy))
     if name is not None:
-        return GuardPaint.from_pretrained(name, policy=policy, seam=seam, **config)
+        revision, token = access.revision, access.token
+        return GuardPaint.from_pretrained(name, policy=policy, seam=seam, revision=revision, token=token, **config)
     if base is None:
         warn(EMBEDDED_ONLY)
     elif base not in named_bases() and not base.startswith(SMALL):

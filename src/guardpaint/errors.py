@@ -45,6 +45,10 @@ class MissingPackage(GuardPaintError):
     """An optional package that provides what was asked for is not installed."""
 
 
+class BadPlugin(GuardPaintError):
+    """An installed package registers something that cannot be loaded."""
+
+
 class MissingCapability(GuardPaintError):
     """The testbed does not know what a command needs; the message names both."""
 

@@ -31,7 +31,7 @@ from guardpaint.loop.call import CallSetup, GuardedCall
 from guardpaint.loop.release import release, unfinished_reports
 from guardpaint.loop.report import GuardReport
 from guardpaint.parts import presets
-from guardpaint.parts.checks import check_categories, check_scores, other_gate
+from guardpaint.parts.checks import check_categories, check_protocols, check_scores, other_gate
 from guardpaint.parts.folder import early_exits, load_readouts, read_settings
 from guardpaint.parts.kinds import SavedPart, kind_of, load_part, save_part
 from guardpaint.parts.sharing import Hub, push
@@ -88,6 +88,7 @@ class GuardPaint:
         readouts: Mapping[str, Readouts] | None = None,
         audit_log: RecordWriter | None = None,
     ) -> None:
+        check_protocols(auditor, repairer, approver)
         policy = policy or Policy.default()
         check_categories(auditor, approver, policy)
         config = config or GuardConfig()
@@ -114,6 +115,11 @@ class GuardPaint:
         self._lock = threading.Lock()
         self._thread = ThreadCalls()
         self._weights: dict[str, str] = {}
+
+    @classmethod
+    def compose(cls, *, auditor: Auditor, repairer: Repairer | None = None, **parts: Any) -> GuardPaint:
+        """A guard of these parts, as `GuardPaint(…)` takes them; without a repairer the base repairs itself."""
+        return cls(auditor, NativeRepairer() if repairer is None else repairer, **parts)
 
     @property
     def config(self) -> GuardConfig:
@@ -460,12 +466,14 @@ class GuardPaint:
     ) -> GuardPaint:
         """Load a guard from a directory, from the hub as `hub:owner/name`, or a preset as `preset:name`.
 
-        `changes` override its GuardConfig. `seam` replaces its seam metric: one, or a name as in `open_seam`; a guard
-        whose manifest names none takes its auditor's backbone. Missing parts raise. Every setting that opens a door is
-        warned of.
+        `revision` and `token` are the hub's. `changes` override its GuardConfig. `seam` replaces its seam metric: one,
+        or a name as in `open_seam`; a guard whose manifest names none takes its auditor's backbone. Missing parts
+        raise. Every setting that opens a door is warned of.
         """
         if str(path_or_repo).startswith(presets.PRESET):
             name = str(path_or_repo)
+            if revision is not None:
+                raise BadConfig(f"{name}: {presets.NO_REVISION} revision={revision!r}")
             return cls.from_preset(name, policy=policy, token=token, seam=seam, audit_log=audit_log, **changes)
         directory = resolve(path_or_repo, access=Access(revision, token))
         manifest, policy, config = read_settings(directory, policy, **changes)

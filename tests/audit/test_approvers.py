@@ -190,7 +190,7 @@ def test_a_guard_model_is_saved_with_its_weights(tmp_path, monkeypatch):
     assert (tmp_path / "model" / "model.safetensors").is_file()
     wanted = []
 
-    def opened(spec, asking):
+    def opened(spec, asking, opening):
         wanted.append((spec, asking.policy.names))
         return approver.labeler
 

@@ -308,7 +308,7 @@ def test_from_the_world_to_a_dataset_card(tmp_path, monkeypatch):
     corpus = store.Corpus(folder)
     from guardpaint.data import labelers
 
-    monkeypatch.setattr(labelers, "open_labeler", lambda spec, asking: Truthful(corpus))
+    monkeypatch.setattr(labelers, "open_labeler", lambda spec, asking, opening: Truthful(corpus))
     result = run(app, ["label", str(folder), "--labeler", "endpoint:http://x#m"])
     assert result.exit_code == 0 and "60 answers, 0 unreadable" in result.output
     labels = re.search(r"labels-\S+\.jsonl", result.output).group()

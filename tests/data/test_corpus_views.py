@@ -303,7 +303,12 @@ def test_a_picture_may_have_several_categories(corpus, tmp_path, monkeypatch):
     root = tmp_path / "corpus"
     shutil.copytree(corpus.root, root)
     own, asked, run = store.Corpus(root), [], CliRunner().invoke
-    monkeypatch.setattr(labelers, "open_labeler", lambda spec, asking: asked.append(asking.text()) or SeesBoth(own))
+
+    def open_labeler(spec, asking, opening):
+        asked.append(asking.text())
+        return SeesBoth(own)
+
+    monkeypatch.setattr(labelers, "open_labeler", open_labeler)
     said = run(app, ["data", "label", str(root), "--labeler", "endpoint:http://x#m", "--several"])
     assert said.exit_code == 0 and "100 answers" in said.output, said.output
     assert "may belong to several" in asked[0] and "add up to 1" not in asked[0]

@@ -8,7 +8,9 @@ import torch
 import vlms
 from elsewhere import CALL, STRICT, on_a_gpu, places, rarely
 from PIL import Image
+from typer.testing import CliRunner
 
+from guardpaint.cli.data import app
 from guardpaint.data import corpus_views, labelers, pairs, views
 from guardpaint.data.approver import VlmApprover, VlmSettings
 from guardpaint.data.card import SPLITS
@@ -16,6 +18,9 @@ from guardpaint.data.judges import JudgeFailed, open_judge
 from guardpaint.data.labelers import Asking, ChatLabeler, DetectorLabeler, ShieldLabeler
 from guardpaint.data.store import Corpus, Example, key_of
 from guardpaint.data.views import Labelled, ViewedBase
+from guardpaint.draft import loading
+from guardpaint.draft.options import LoadOptions
+from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
 from guardpaint.store.images import png_bytes
 from guardpaint.testing import small, small_judges
@@ -149,3 +154,72 @@ def test_stage_corpus_views(tmp_path):
     assert corpus_views.make(corpus, plan, tmp_path, "train", POLICY, quiet=True) == 0
     kept = views.load_views(next(tmp_path.glob("*.pt")))
     assert kept.strength is not None and set(kept.kind.tolist()) >= {1, 2} and kept.images.shape[-1] == 96
+
+
+def on_other(module):
+    return next(module.parameters()).device.type == torch.device(OTHER).type
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """The machine seems to have the other device; returns its name as an option."""
+
+    def chosen(options):
+        return torch.device(options.device or "cpu")
+
+    for module in (loading, labelers, pairs):
+        monkeypatch.setattr(module, "chosen_device", chosen)
+    return str(OTHER)
+
+
+def test_the_command_puts_labelers_where_it_is_told_to(tmp_path, monkeypatch, there):
+    """`open_labeler` moves what it opens, and `data label` and `data caption` pass their option on to it."""
+    opened, shown = [], example(0)
+    monkeypatch.setattr(
+        ShieldLabeler, "from_pretrained", lambda *a, **k: ShieldLabeler(*vlms.shieldgemma(), POLICY, "s")
+    )
+    labeler = labelers.open_labeler("shieldgemma:x", Asking(POLICY), LoadOptions(device=there))
+    assert on_other(labeler.model)
+    assert not on_other(labelers.open_labeler("shieldgemma:x", Asking(POLICY), LoadOptions(device="cpu")).model)
+    Corpus(tmp_path).add("s", [shown], {"read": 1, "kept": 1})
+
+    def keep(spec, asking, opening):
+        opened.append((opening.device, opening.token))
+        raise BadInput("enough")
+
+    monkeypatch.setattr(labelers, "open_labeler", keep)
+    more = ["--labeler", "vlm:x", "--device", "cpu", "--token", "hf"]
+    for words in (["label", str(tmp_path), *more], ["caption", str(tmp_path), *more]):
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, BadInput), result.output
+    assert opened == [("cpu", "hf")] * 2
+
+
+def test_the_command_puts_auditor_and_inpainter_where_it_is_told_to(tmp_path, monkeypatch, there):
+    small.auditor(0).save_pretrained(tmp_path / "auditor")
+    small.inpainter(0).pipe.save_pretrained(tmp_path / "inpainter")
+    made = []
+    monkeypatch.setattr(pairs, "from_corpus", lambda out, examples, known, maker: made.append(maker) or {})
+    monkeypatch.setattr(Corpus, "lines", lambda *a: [{"key": "k"}])
+    painted = []
+    monkeypatch.setattr(pairs, "painter", lambda pipe: painted.append(pipe) or print)
+    words = ["pairs", str(tmp_path / "out"), "--corpus", str(tmp_path), "--auditor", str(tmp_path / "auditor")]
+    words += ["--inpainter", str(tmp_path / "inpainter"), "--device", there]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert on_other(made[0].auditor) and on_other(painted[0].unet)
+
+
+def test_the_command_puts_the_auditor_of_a_testbed_s_pairs_where_it_is_told_to(tmp_path, monkeypatch, there):
+    small.auditor(0).save_pretrained(tmp_path / "auditor")
+    given = []
+
+    class Lessons:
+        def make_pairs(self, out, split, unsafe, safe, auditor=None, config=None):
+            given.append(auditor)
+            return 0
+
+    monkeypatch.setattr("guardpaint.testbed.need", lambda *asked: Lessons())
+    words = ["pairs", str(tmp_path / "out"), "--auditor", str(tmp_path / "auditor"), "--device", there]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert on_other(given[0])

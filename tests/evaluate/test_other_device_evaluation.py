@@ -17,7 +17,7 @@ from guardpaint.bases import Base
 from guardpaint.data import views
 from guardpaint.data.views import Labelled
 from guardpaint.evaluate import auditor as audit_measures
-from guardpaint.evaluate import calibrate, corpus_auditor, distances, proposers, run
+from guardpaint.evaluate import calibrate, corpus_auditor, distances, moment, proposers, run, seed_pairs
 from guardpaint.evaluate import inpainter as fill_measures
 from guardpaint.evaluate.attacks import adaptive
 from guardpaint.evaluate.attacks.mma import Mma
@@ -285,3 +285,15 @@ def test_stage_named_repairer(tmp_path, monkeypatch):
     on_a_gpu(monkeypatch, OTHER)
     defence, _ = open_defence(f"post_hoc_inpaint@{tmp_path}", small.guard(0))
     assert places(defence.repairer.pipe.unet) == {"cuda"}
+
+
+def test_stage_moment_and_seed_pairs(tmp_path):
+    """The guard is moved to where each base draws; it starts on the CPU."""
+    prompts = [Prompt("0", "words", 1, "nudity")]
+    guard = busy_guard()
+    rows = moment.measure(moment.MomentOptions(guard, [a_base()], prompts, Dark(), tmp_path / "m", (0.5,)))
+    assert rows and not any(row["error"] for row in rows)
+    guard = busy_guard()
+    asked = seed_pairs.SeedPairs(guard, [a_base()], prompts, Dark(), {}, tmp_path / "s", 2)
+    assert len(asked.measure()) == 2
+    assert next(guard.parts.auditor.parameters()).device.type == torch.device(OTHER).type

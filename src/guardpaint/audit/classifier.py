@@ -30,7 +30,7 @@ from guardpaint.audit.rollout import peaked, rolled_out, shows_attention
 from guardpaint.audit.windows import spread, window_level, window_scores
 from guardpaint.errors import BadConfig
 from guardpaint.store.checkpoint import fingerprint
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.types import Audit
 
 MAPS = ("auto", "cam", "attention", "windows", "none")
@@ -98,11 +98,11 @@ class ClassifierAuditor(Graded):
         return "windows" if wanted == "auto" else wanted
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> ClassifierAuditor:
+    def from_pretrained(cls, folder: str | Path, token: str | None = None, **options: Any) -> ClassifierAuditor:
         """The classifier in a local folder or in `hub:owner/name`; options go before those saved in the folder."""
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-        place = resolve(folder)
+        place = resolve(folder, access=Access(token=token))
         options = {**read_card(place, cls.kind), **options}
         if "labels" not in options:
             raise BadConfig(f"{folder}: labels={{label name: category}} is needed, with {'safe'!r} for harmless ones")

@@ -14,7 +14,7 @@ from torch import Tensor
 from guardpaint.audit.checkpoints import open_model, open_processor
 from guardpaint.audit.inputs import prepared
 from guardpaint.store.checkpoint import fingerprint
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 
 MOST_CELLS = 44
 """Cells per side of a map; the model's 352 px are pooled to it."""
@@ -27,10 +27,10 @@ class Segmenter:
         self.model, self.processor = model.eval().requires_grad_(False), processor
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Segmenter:
+    def from_pretrained(cls, folder: str | Path, token: str | None = None) -> Segmenter:
         from transformers import AutoProcessor, CLIPSegForImageSegmentation
 
-        place = resolve(folder)
+        place = resolve(folder, access=Access(token=token))
         processor = open_processor(AutoProcessor, place, "CLIPSeg")
         return cls(open_model(CLIPSegForImageSegmentation, place, "CLIPSeg"), processor)
 

@@ -28,7 +28,7 @@ from guardpaint.audit.segmenter import Segmenter
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import fingerprint
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.types import SAFE, Audit
 
 SEGMENTER = "segmenter"
@@ -94,12 +94,13 @@ class ZeroShotAuditor(Graded):
         folder: str | Path,
         policy: Policy | Mapping[str, Any] | None = None,
         segmenter: str | Path | None = None,
+        token: str | None = None,
         **options: Any,
     ) -> ZeroShotAuditor:
         """The encoder in a folder or on the hub, with prompts from a policy, from options or from the saved card."""
         from transformers import AutoModel, AutoProcessor
 
-        place = resolve(folder)
+        place = resolve(folder, access=Access(token=token))
         options = {**read_card(place, cls.kind), **options}
         if policy is not None:
             options["prompts"] = prompts_of(policy if isinstance(policy, Policy) else Policy.from_dict(policy))
@@ -108,7 +109,7 @@ class ZeroShotAuditor(Graded):
         settings = settings_from(ZeroShotSettings, options, cls.kind)
         if segmenter is None and (place / SEGMENTER).is_dir():
             segmenter = place / SEGMENTER
-        seen = None if segmenter is None else Segmenter.from_pretrained(segmenter)
+        seen = None if segmenter is None else Segmenter.from_pretrained(segmenter, token)
         processor = open_processor(AutoProcessor, place, "an image-text encoder")
         return cls(open_model(AutoModel, place, "an image-text encoder"), processor, settings, seen)
 

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import DeviceOption, GuardOption, JsonOption, PolicyOption, dump, out, warn
+from guardpaint.cli.common import (
+    DeviceOption,
+    GuardOption,
+    JsonOption,
+    PolicyOption,
+    TokenOption,
+    dump,
+    given,
+    out,
+    warn,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +38,7 @@ def audit(
     guard: GuardOption = None,
     policy: PolicyOption = None,
     device: DeviceOption = None,
+    token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score finished images: scores, class, heat-map overlay and mask. Exits 3 if any image is flagged.
@@ -37,13 +48,16 @@ def audit(
     from guardpaint.bases import load_guard
     from guardpaint.draft.loading import chosen_device
     from guardpaint.draft.options import LoadOptions
+    from guardpaint.store.folders import Access
     from guardpaint.store.images import MOST_PIXELS, from_pil, read_bytes
     from guardpaint.store.uploads import Limits, Upload
 
     limits = Limits(largest_pixels=MOST_PIXELS)
     for path in images:
         Upload(read_bytes(path), str(path), limits)  # a file that cannot be used is refused before anything is loaded
-    loaded = load_guard(guard, policy, warn).to(chosen_device(LoadOptions(device=device)))
+    loaded = load_guard(guard, policy, warn, access=Access(token=given(token))).to(
+        chosen_device(LoadOptions(device=device))
+    )
     rows: list[dict[str, Any]] = []
     for path in images:
         upload = Upload(read_bytes(path), str(path), limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,14 +68,21 @@ def calibrate_pictures(
     """Set the levels of a guard's parts and print them."""
     from guardpaint.evaluate import picture_calibration as measure
 
-    for role, chosen in measure.run(guard, pictures, unsafe, measure.Goals(*goals), device).items():
+    levels = measure.run(guard, pictures, unsafe, measure.Goals(*goals), device)
+    for role, chosen in levels.parts.items():
         for category, one in chosen.items():
-            low, high = one.alarms["ci"]
-            rate = f"{one.alarms['value']:.3f} [{low:.3f}, {high:.3f}] of {one.alarms['n']} harmless flagged"
             missed = "misses not measured"
             if one.misses is not None:
                 missed = f"{one.misses['value']:.3f} of {one.misses['n']} missed"
-            typer.echo(f"{role}, {category}: {one.published:.4f} -> {one.level:.4f} ({one.why}); {rate}; {missed}")
+            change = f"{one.published:.4f} -> {one.level:.4f} ({one.why})"
+            typer.echo(f"{role}, {category}: {change}; {rate(one.alarms)}; {missed}")
+    typer.echo(f"the whole guard: {rate(levels.alarms)}")
+
+
+def rate(alarms: dict[str, Any]) -> str:
+    """A share of false alarms in words, with its interval."""
+    low, high = alarms["ci"]
+    return f"{alarms['value']:.3f} [{low:.3f}, {high:.3f}] of {alarms['n']} harmless flagged"
 
 
 def calibrate_scope(

@@ -16,6 +16,7 @@ from guardpaint.errors import GuardPaintError
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
+    from guardpaint.store.folders import Access
 
 EXIT_HELP = (
     "Exit codes: 0 clean or repaired (or blurred), 1 error, 2 usage, 3 at least one image blocked, "
@@ -47,6 +48,14 @@ BASE_HELP = (
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps … Default: cuda if there is one, else cpu.")
 ]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="HF_TOKEN",
+        help="Hub token for gated and private models. Other users can read a command line: rather set HF_TOKEN.",
+    ),
+]
 BASE_OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None,
@@ -57,14 +66,11 @@ BASE_OPTIONS: dict[str, Any] = {
     ],
     "device": DeviceOption,
     "variant": Annotated[str | None, typer.Option(help="Set of weight files to read, as in model.fp16.safetensors.")],
-    "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a base on the hub.")],
-    "token": Annotated[
+    "revision": Annotated[
         str | None,
-        typer.Option(
-            envvar="HF_TOKEN",
-            help="Hub token for gated bases. Other users can read a command line: rather set HF_TOKEN.",
-        ),
+        typer.Option(help="Branch, tag or commit of a base on the hub. A guard's is named: hub:OWNER/NAME@REVISION."),
     ],
+    "token": TokenOption,
     "offload": Annotated[
         str,
         typer.Option(help="none; model: idle models wait in main memory; sequential: idle layers do, which is slow."),
@@ -135,10 +141,20 @@ def base_options(
     from guardpaint.bases import BaseOptions
     from guardpaint.draft.options import LoadOptions, Lora
 
-    load = LoadOptions(
-        **files, token=(token or "").strip() or None, loras=tuple(Lora.parse(text) for text in lora or ())
-    )
+    load = LoadOptions(**files, token=given(token), loras=tuple(Lora.parse(text) for text in lora or ()))
     return BaseOptions(load, steps, guidance, size)
+
+
+def given(token: str | None) -> str | None:
+    """A token, or None if it is empty, as an unset HF_TOKEN can be."""
+    return (token or "").strip() or None
+
+
+def token_of(options: BaseOptions) -> Access:
+    """What the hub is asked for a guard with: the token of the base. A guard's revision is part of its name."""
+    from guardpaint.store.folders import Access
+
+    return Access(token=options.load.token)
 
 
 def warn(text: str) -> None:

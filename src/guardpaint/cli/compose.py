@@ -7,13 +7,25 @@ from typing import Annotated
 
 import typer
 
-from guardpaint.cli.common import SeamOption
+from guardpaint.cli.common import SeamOption, TokenOption, given
 
 
 def compose(
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the guard.")],
     auditor: Annotated[Path, typer.Option(help="A trained auditor.")],
-    repairer: Annotated[str, typer.Option(help="SD inpainting pipeline: a folder or hub:OWNER/NAME; or native.")],
+    repairer: Annotated[
+        str,
+        typer.Option(
+            help="native, or any inpainting pipeline (SD, SDXL, SD 3, FLUX Fill): a folder or hub:OWNER/NAME."
+        ),
+    ],
+    repairer_prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="safe: the policy's safe prompt; user: the user's own, from which a stock model repaints the harm. "
+            "Default: user for a model that `guardpaint train` aligned, by its card.json; safe for any other."
+        ),
+    ] = None,
     proposer: Annotated[str, typer.Option(help="uniform, fixed, strong, or a trained proposer's folder.")] = "uniform",
     ranker: Annotated[Path | None, typer.Option(help="A trained ranker.")] = None,
     keep: Annotated[
@@ -32,19 +44,18 @@ def compose(
     ] = None,
     seam: SeamOption = None,
     policy: Annotated[Path | None, typer.Option(help="Content policy YAML; default: the embedded policy.")] = None,
+    token: TokenOption = None,
 ) -> None:
     """Make a guard from trained parts and save it as a folder that `GuardPaint.from_pretrained` loads."""
     from guardpaint.audit.approvers import SecondLook
     from guardpaint.audit.model import AuditorScorer
-    from guardpaint.bases import load_inpainter
     from guardpaint.cli.data import load_policy
     from guardpaint.config import GuardConfig
     from guardpaint.draft.loading import load_tiny
     from guardpaint.errors import BadInput
     from guardpaint.evaluate.auditor import read_calibration
     from guardpaint.guard import GuardPaint
-    from guardpaint.repair.inpainter import Inpainter
-    from guardpaint.repair.native import NativeRepairer
+    from guardpaint.repair.opening import open_repairer
     from guardpaint.repair.ranker import Ranker
     from guardpaint.train.rollouts import open_proposer
     from guardpaint.verify.seam import open_seam
@@ -62,9 +73,10 @@ def compose(
         raise BadInput(
             f"{calibration}: calibrated for another auditor than {auditor}; run `guardpaint calibrate` again"
         )
+    painter = open_repairer(repairer, repairer_prompt, given(token))
     guard = GuardPaint(
         scorer,
-        NativeRepairer() if repairer == "native" else Inpainter(load_inpainter(repairer)),
+        painter,
         open_proposer(proposer),
         seam=None if seam is None else open_seam(seam, scorer),
         approver=None if approver is None else SecondLook(AuditorScorer.from_pretrained(approver)),
@@ -74,7 +86,9 @@ def compose(
         decoders={family: load_tiny(Path(folder)) for family, folder in pairs},
     )
     guard.save_pretrained(out_dir)
-    typer.echo(f"{out_dir}: {', '.join(guard.chosen_parts())}; policy {guard.policy.name}")
+    words = painter.options().get("prompt", "safe")
+    made_of = f"{', '.join(guard.chosen_parts())}; policy {guard.policy.name}"
+    typer.echo(f"{out_dir}: {made_of}; the repairer gets the {words} prompt")
 
 
 def push(
@@ -82,10 +96,10 @@ def push(
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub.")],
     licence: Annotated[str, typer.Option("--license", help="Licence of the weights, as the card names it.")],
     public: Annotated[bool, typer.Option("--public", help="Create the repository public; default: private.")] = False,
-    token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="Hub token; rather set HF_TOKEN.")] = None,
+    token: TokenOption = None,
 ) -> None:
     """Upload a guard to the hub with a model card that names its policy, parts and weak settings."""
     from guardpaint.guard import GuardPaint
 
     loaded = GuardPaint.from_pretrained(guard)
-    typer.echo(loaded.push_to_hub(repository, {"license": licence}, private=not public, token=token))
+    typer.echo(loaded.push_to_hub(repository, {"license": licence}, private=not public, token=given(token)))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import opens_bases
+from guardpaint.cli.common import DeviceOption, TokenOption, given, opens_bases
 
 if TYPE_CHECKING:
     from guardpaint.bases import BaseOptions
+    from guardpaint.draft.options import LoadOptions
 
 app = typer.Typer(
     help="Training data: corpora and views for the auditor, pairs for the inpainter.", no_args_is_help=True
@@ -52,6 +53,13 @@ def load_policy(path: Path | None) -> Any:
     return Policy.load(path) if path is not None else Policy.default()
 
 
+def opening_of(device: str | None, token: str | None) -> LoadOptions:
+    """Where a model goes, and the hub's token for it."""
+    from guardpaint.draft.options import LoadOptions
+
+    return LoadOptions(device=device, token=given(token))
+
+
 def load_decoder(path: Path | None) -> Any:
     """The tiny decoder in a folder, or None without a path."""
     if path is None:
@@ -67,13 +75,7 @@ def ingest(
     out_dir: Annotated[Path, typer.Option("--out", help="The corpus folder; rows are added to an existing one.")],
     source: Annotated[list[str] | None, typer.Option(help="Only this source; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows per source.")] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HF_TOKEN",
-            help="Hub token for gated sources. Other users can read a command line: rather set HF_TOKEN.",
-        ),
-    ] = None,
+    token: TokenOption = None,
 ) -> None:
     """Read sources into a corpus; run again to resume after an interruption."""
     from guardpaint.data.sources import ingest as read
@@ -88,7 +90,7 @@ def ingest(
     if unknown:
         raise BadInput(f"source {unknown[0]!r}: {manifest} has {', '.join(names)}")
     chosen = [s for s in sources if not source or s.name in source]
-    corpus, token = Corpus(out_dir), (token or "").strip() or None
+    corpus, token = Corpus(out_dir), given(token)
     for name, counts in read(chosen, corpus, limit, open_dataset=open_dataset, token=token).items():
         typer.echo(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
     if broken := corpus.broken():
@@ -97,14 +99,21 @@ def ingest(
 
 
 @app.command()
-def caption(corpus: Folder, labeler: LabelerOption, batch: int = 8, policy: PolicyOption = None) -> None:
+def caption(
+    corpus: Folder,
+    labeler: LabelerOption,
+    batch: int = 8,
+    policy: PolicyOption = None,
+    device: DeviceOption = None,
+    token: TokenOption = None,
+) -> None:
     """Write prompts for images that came without one. Captions never decide a label."""
     from guardpaint.data import labelling
     from guardpaint.data.labelers import Asking, open_labeler
     from guardpaint.data.store import Corpus
     from guardpaint.errors import BadInput
 
-    model = open_labeler(labeler, Asking(load_policy(policy)))
+    model = open_labeler(labeler, Asking(load_policy(policy)), opening_of(device, token))
     if not hasattr(model, "caption"):
         raise BadInput(f"labeler {labeler!r} cannot write captions; use vlm:MODEL or endpoint:URL#MODEL")
     labelling.caption(store := Corpus(corpus), model, batch)
@@ -136,6 +145,8 @@ def label(
     policy: PolicyOption = None,
     processes: ProcessesOption = 1,
     ray: RayOption = False,
+    device: DeviceOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Score every image against the policy and print the name of the labels file; run again to resume."""
     from guardpaint.data import labelling
@@ -148,11 +159,12 @@ def label(
     rules = load_policy(policy)
     asking = Asking(rules, style, passes, examples=read_examples(examples, rules) if examples else (), several=several)
     store, known = Corpus(corpus), open_known(labeler, rules)
+    opening = opening_of(device, token)
     model: Any
     if known is None and (processes > 1 or ray):
-        model, batch = SpreadLabeler(labeler, asking, batch, processes, ray), processes * PER_PROCESS
+        model, batch = SpreadLabeler(labeler, asking, batch, processes, ray, opening=opening), processes * PER_PROCESS
     else:
-        model = known if known is not None else open_labeler(labeler, asking)
+        model = known if known is not None else open_labeler(labeler, asking, opening)
     keys = set(labelling.read_reference(only, rules)) if only else None
     question = known.question() if known is not None else f"{asking.text()}/{passes}"
     file = labelling.label(store, model, question, batch, retry, keys=keys, name=name)
@@ -397,15 +409,15 @@ def corpus_views(
         )
 
 
-def mask_maker(auditor: Path | None) -> tuple[Any, Any]:
+def mask_maker(auditor: Path | None, device: Any) -> tuple[Any, Any]:
     """The auditor in a folder with the default mask settings, or the embedded guard's auditor with that guard's."""
     if auditor is not None:
         from guardpaint.audit.model import AuditorScorer
 
-        return AuditorScorer.from_pretrained(auditor), None
+        return AuditorScorer.from_pretrained(auditor).to(device), None
     from guardpaint.guard import GuardPaint
 
-    guard = GuardPaint.embedded()
+    guard = GuardPaint.embedded().to(device)
     return guard.parts.auditor, guard.config
 
 
@@ -428,10 +440,12 @@ def pairs(
     ] = None,
     policy: PolicyOption = None,
     testbed: TestbedOption = None,
+    device: DeviceOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Make pairs for the inpainter: unsafe picture, mask, safe version, unsafe prompt."""
     from guardpaint.audit.model import AuditorScorer
-    from guardpaint.draft.loading import on_machine
+    from guardpaint.draft.loading import chosen_device
     from guardpaint.errors import BadInput
     from guardpaint.testbed import InpainterLessons, need, open_testbed
 
@@ -439,17 +453,19 @@ def pairs(
         raise BadInput(f"masks={masks!r}: choose auditor or truth")
     if masks == "truth" and (corpus is not None or auditor is not None):
         raise BadInput("--masks truth needs a testbed, which knows the true masks, and takes no --auditor")
+    opening = opening_of(device, token)
+    place = chosen_device(opening)
     if corpus is None:
         lessons = need(open_testbed(testbed), InpainterLessons, "data pairs without --corpus")
-        judge, config = (None, None) if masks == "truth" else mask_maker(auditor)
+        judge, config = (None, None) if masks == "truth" else mask_maker(auditor, place)
         typer.echo(f"{lessons.make_pairs(out, split, count, safe, judge, config)} new pairs in {out}")
         return
     from guardpaint.data.pairs import from_labelled
 
     if auditor is None or inpainter is None:
         raise BadInput("--corpus needs --auditor for the masks and --inpainter for the targets")
-    judge = on_machine(AuditorScorer.from_pretrained(auditor))
-    counts = from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter)
+    judge = AuditorScorer.from_pretrained(auditor).to(place)
+    counts = from_labelled(out, corpus, judge, inpainter, load_policy(policy), rewriter, opening)
     typer.echo(", ".join(f"{n} {what}" for what, n in counts.items()))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from guardpaint.cli.common import JsonOption, dump, out
+from guardpaint.cli.common import JsonOption, TokenOption, dump, given, out
 from guardpaint.cli.presets import readiness
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "paperdolls")
@@ -20,6 +20,7 @@ def doctor(
         str | None,
         typer.Option(help="Guard whose weak settings are listed, or preset:NAME. Default: embedded."),
     ] = None,
+    token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check what is installed, list the settings of a guard that open a door, and self-test the fail-closed paths."""
@@ -40,7 +41,7 @@ def doctor(
         "testbeds": list(plugins.registered(plugins.TESTBEDS)),
         "guards": list(plugins.registered(plugins.GUARDS)),
         "preset": readiness(guard) if guard is not None and guard.startswith("preset:") else [],
-        "weak_settings": weak_of(guard),
+        "weak_settings": weak_of(guard, given(token)),
         "self_test": checks,
         "ok": all(c["ok"] for c in checks),
     }
@@ -51,24 +52,26 @@ def doctor(
     raise typer.Exit(0 if result["ok"] else 1)
 
 
-def weak_of(guard: str | None) -> list[dict[str, str]]:
+def weak_of(guard: str | None, token: str | None = None) -> list[dict[str, str]]:
     """The weak settings of a guard folder, read without its weights; none if there is no guard to look at."""
     from guardpaint.config import GuardConfig
     from guardpaint.errors import MissingPackage
     from guardpaint.parts.folder import read_settings
-    from guardpaint.parts.presets import PRESET, policy_of, preset
+    from guardpaint.parts.presets import DOLLS, EMBEDDED, PRESET, policy_of, preset
     from guardpaint.store import plugins
-    from guardpaint.store.folders import resolve
+    from guardpaint.store.folders import Access, resolve
     from guardpaint.verify.weak import weak_settings
 
-    if guard is not None and guard.startswith(PRESET):
-        chosen = preset(guard)
+    chosen = preset(guard) if guard is not None and guard.startswith(PRESET) else None
+    if chosen is not None and chosen.name not in EMBEDDED:
         return [w.to_dict() for w in weak_settings(policy_of(chosen), GuardConfig.from_dict(chosen.config))]
     try:
-        folder = guard or plugins.load(plugins.GUARDS, "embedded", "the embedded guard")()
+        embedded = EMBEDDED[DOLLS if chosen is None else chosen.name]
+        named = guard if chosen is None else None
+        folder = named or plugins.load(plugins.GUARDS, embedded, "the embedded guard")()
     except MissingPackage:
         return []
-    _, policy, config = read_settings(resolve(folder))
+    _, policy, config = read_settings(resolve(folder, access=Access(token=token)))
     return [w.to_dict() for w in weak_settings(policy, config)]
 
 

@@ -18,6 +18,7 @@ from guardpaint.cli.common import (
     SeamOption,
     TestbedOption,
     opens_bases,
+    token_of,
     warn,
 )
 
@@ -180,7 +181,7 @@ def eval_gtp(
     from guardpaint.train.rollouts import attack_prompts, open_proposer
 
     world = open_testbed(testbed)
-    loaded = load_guard(guard, None, warn, base[0], seam)
+    loaded = load_guard(guard, None, warn, base[0], seam, token_of(options))
     if learned:
         loaded.parts = replace(loaded.parts, proposer=open_proposer(learned))
     prompts = (attack_prompts(attacks) if attacks else world.harmful("attack", count))[:count]
@@ -371,7 +372,7 @@ def eval_adaptive(
     world = open_testbed(testbed)
     budget = adaptive.Budget(count, disguises)
     stock = world.base(base or world.bases()[0], options)
-    loaded = GuardPaint.from_pretrained(guard).to(stock.pipe._execution_device)
+    loaded = GuardPaint.from_pretrained(guard, token=options.load.token).to(stock.pipe._execution_device)
     say_metrics(adaptive.run(loaded, stock, world, results, budget))
 
 

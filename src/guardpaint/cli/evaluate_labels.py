@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from guardpaint.cli.common import PolicyOption, opens_bases, warn
+from guardpaint.cli.common import PolicyOption, opens_bases, token_of, warn
 from guardpaint.cli.evaluate import ResultsFile, TestbedOption, say_metrics
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def moment(
     from guardpaint.testbed import open_testbed
 
     world = open_testbed(testbed)
-    loaded = load_guard(guard, None, warn, base[0])
+    loaded = load_guard(guard, None, warn, base[0], access=token_of(options))
     rows = scenes.measure(
         scenes.MomentOptions(
             loaded,
@@ -135,7 +135,7 @@ def seed_pairs(
     from guardpaint.testbed import open_testbed
 
     world = open_testbed(testbed)
-    loaded = load_guard(guard, None, warn, base[0])
+    loaded = load_guard(guard, None, warn, base[0], access=token_of(options))
     asked = pairs.SeedPairs(
         loaded,
         [world.base(name, options) for name in base],

@@ -19,6 +19,7 @@ from guardpaint.cli.common import (
     err,
     opens_bases,
     out,
+    token_of,
     warn,
 )
 from guardpaint.errors import BadInput
@@ -87,7 +88,7 @@ def generate(
     asked = GenerateOptions(prompt, base, seed, n, out_dir, as_json, options)
     settings = {"mode": mode.value, "retain_evidence": retain_evidence}
     try:
-        loaded = load_guard(guard, policy, warn, base, seam, **settings)
+        loaded = load_guard(guard, policy, warn, base, seam, token_of(options), **settings)
         code = draw(asked, loaded, LogOptions(audit_log, key_file, anchor))
     except KeyboardInterrupt:
         err.print("interrupted; nothing was released")

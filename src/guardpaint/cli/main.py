@@ -31,7 +31,7 @@ from guardpaint.cli import (
     train,
 )
 from guardpaint.cli.common import EXIT_HELP, err
-from guardpaint.errors import GuardPaintError
+from guardpaint.errors import BadPlugin, GuardPaintError
 from guardpaint.store import plugins
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes about optional packages are not for our users
@@ -69,12 +69,27 @@ evaluate_labels.add_to(evaluate.app)
 
 
 def add_plugins() -> None:
-    """Command groups of installed packages. One that cannot be imported is left out: the rest must go on working."""
+    """Command groups of installed packages. One that cannot be used is left out: the rest must go on working."""
     for name in plugins.registered(plugins.COMMANDS):
         try:
-            app.add_typer(plugins.load(plugins.COMMANDS, name, f"the command {name!r}"), name=name)
+            app.add_typer(command_group(name), name=name)
         except GuardPaintError as error:
-            err.print(f"note: {error}", style="yellow", soft_wrap=True)
+            err.print(f"note: {error}", style="yellow", markup=False, soft_wrap=True)
+
+
+def command_group(name: str) -> typer.Typer:
+    """The command group that a package registers; BadPlugin if it is none or cannot be built."""
+    group = plugins.load(plugins.COMMANDS, name, f"the command {name!r}")
+    try:
+        typer.main.get_group(group)
+    except Exception as error:
+        point = plugins.registered(plugins.COMMANDS)[name]
+        raise BadPlugin(
+            f"the command {name!r}: the entry point {point.value} of the package `{plugins.package_of(point)}` is no "
+            f"command group of typer ({type(error).__name__}: {error})"
+        ) from error
+    built: typer.Typer = group
+    return built
 
 
 def main() -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from guardpaint.cli.common import JsonOption, dump, out
+import typer
+
+from guardpaint.cli.common import JsonOption, TokenOption, dump, given, out
 
 
-def presets(as_json: JsonOption = False) -> None:
+def presets(
+    save: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(help="Write the guard of preset NAME into folder DIR, which can then be calibrated."),
+    ] = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the presets: guards of public parts that need no training. Use one as --guard preset:NAME.
 
-    "verified" says what was run of it: the real weights, or models of the same classes with random weights.
+    "verified" says what was run of it: the real weights, models of the same classes with random weights, or nothing.
     """
     from guardpaint.parts.presets import PRESETS
 
+    if save is not None:
+        save_preset(*save, token)
+        return
     rows = [described(p) for p in PRESETS.values()]
     if as_json:
         dump(rows)
@@ -31,6 +43,19 @@ def presets(as_json: JsonOption = False) -> None:
         for line in (row["note"], *(f"missing: {how}" for how in row["missing"])):
             if line:
                 out.print(f"  {line}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def save_preset(name: str, folder: Path, token: str | None) -> None:
+    """Write a preset's guard into a folder. A guard that is there already may be calibrated, so it is not replaced."""
+    from guardpaint.errors import BadInput
+    from guardpaint.guard import GuardPaint
+    from guardpaint.store.manifest import MANIFEST
+
+    if (folder / MANIFEST).exists():
+        raise BadInput(f"{folder}: holds a guard already; name another folder, or remove that guard first")
+    guard = GuardPaint.from_preset(name, token=given(token))
+    guard.save_pretrained(folder)
+    typer.echo(f"{folder}: {', '.join(guard.chosen_parts())}; policy {guard.policy.name}")
 
 
 def described(preset: Any) -> dict[str, Any]:
@@ -51,7 +76,7 @@ def readiness(name: str) -> list[dict[str, Any]]:
     """What `doctor` says of a preset: each package and model that it needs, and whether it is there."""
     from huggingface_hub import try_to_load_from_cache
 
-    from guardpaint.parts.presets import preset
+    from guardpaint.parts.presets import EMBEDDED, preset
     from guardpaint.store.folders import absent_files
 
     chosen = preset(name)
@@ -69,6 +94,6 @@ def readiness(name: str) -> list[dict[str, Any]]:
             how = f"half downloaded, {', '.join(absent[:3])} not there: fetch it again; {how}"
         there = isinstance(found, str) and not absent
         rows.append({"what": f"{use}: {model.repo}@{model.revision}", "there": there, "how": how})
-    if chosen.build is None and chosen.name != "dolls":
+    if chosen.build is None and chosen.name not in EMBEDDED:
         rows.append({"what": "parts", "there": False, "how": chosen.note})
     return rows

@@ -46,7 +46,8 @@ def states(
     world = open_testbed(testbed)
     attack_prompts = rollouts.attack_prompts(attacks) if attacks else ()
     prompts = {part: rollouts.rollout_prompts(world, part, 3 * count, attack_prompts) for part in split}
-    loaded, opened = GuardPaint.from_pretrained(guard), world.base(base, options)
+    loaded = GuardPaint.from_pretrained(guard, token=options.load.token)
+    opened = world.base(base, options)
     for part in split:
         path = rollouts.state_file(out_dir, base, part)
         number = rollouts.collect_states(loaded, opened, prompts[part], count, path)

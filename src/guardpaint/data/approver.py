@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from guardpaint.audit.levels import checked_levels, graded
 from guardpaint.audit.part import Graded, digest_of, read_card, settings_from, write_card
 from guardpaint.data.labelers import Asking, Labeler, open_labeler
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.store.checkpoint import fingerprint
@@ -58,11 +59,16 @@ class VlmApprover(Graded):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path | None = None, policy: Policy | Mapping[str, Any] | None = None, **options: Any
+        cls,
+        folder: str | Path | None = None,
+        policy: Policy | Mapping[str, Any] | None = None,
+        token: str | None = None,
+        **options: Any,
     ) -> VlmApprover:
         """The approver that options describe, or that was saved in a folder, which may hold its model.
 
-        A preset names no folder, which arrives here as `Path()`.
+        A preset names no folder, which arrives here as `Path()`. It opens on the CPU; `GuardPaint.to` moves it with all
+        other parts.
         """
         place = None if folder is None or Path(folder) == Path() else Path(folder)
         values = {**({} if place is None else read_card(place, cls.kind)), **options}
@@ -75,7 +81,7 @@ class VlmApprover(Graded):
         spec = settings.labeler
         if place is not None and (place / MODEL).is_dir():
             spec = f"{spec.partition(':')[0]}:{place / MODEL}"
-        return cls(open_labeler(spec, settings.asking()), settings)
+        return cls(open_labeler(spec, settings.asking(), LoadOptions(device="cpu", token=token)), settings)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the card, and the model if the labeler runs in this process."""

@@ -28,10 +28,11 @@ from PIL import Image
 from guardpaint.audit.checkpoints import open_model
 from guardpaint.audit.processors import chat_processor
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
-from guardpaint.draft.loading import on_machine
+from guardpaint.draft.loading import chosen_device, on_machine
+from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.store.images import data_url
 
 LOADING = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, BadCheckpoint)
@@ -104,11 +105,11 @@ class ChatLabeler:
         self.model, self.processor, self.asking, self.name = model.eval(), processor, asking, name
 
     @classmethod
-    def from_pretrained(cls, path: str, asking: Asking) -> ChatLabeler:
+    def from_pretrained(cls, path: str, asking: Asking, token: str | None = None) -> ChatLabeler:
         from transformers import AutoModelForImageTextToText
 
         try:
-            folder = resolve(path)
+            folder = resolve(path, access=Access(token=token))
             processor = chat_processor(folder)
             model = open_model(AutoModelForImageTextToText, folder, "a chat model", dtype="auto")
         except LOADING as error:
@@ -170,11 +171,11 @@ class ShieldLabeler:
         self.model, self.processor, self.policy, self.name = model.eval(), processor, policy, name
 
     @classmethod
-    def from_pretrained(cls, path: str, policy: Policy) -> ShieldLabeler:
+    def from_pretrained(cls, path: str, policy: Policy, token: str | None = None) -> ShieldLabeler:
         from transformers import AutoProcessor, ShieldGemma2ForImageClassification
 
         try:
-            folder = resolve(path)
+            folder = resolve(path, access=Access(token=token))
             model = open_model(ShieldGemma2ForImageClassification, folder, "ShieldGemma 2", dtype="auto")
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except LOADING as error:
@@ -217,11 +218,13 @@ class DetectorLabeler:
         self.model.eval()
 
     @classmethod
-    def from_pretrained(cls, path: str, policy: Policy, phrases: Mapping[str, Sequence[str]]) -> DetectorLabeler:
+    def from_pretrained(
+        cls, path: str, policy: Policy, phrases: Mapping[str, Sequence[str]], token: str | None = None
+    ) -> DetectorLabeler:
         from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
         try:
-            folder = resolve(path)
+            folder = resolve(path, access=Access(token=token))
             model = open_model(AutoModelForZeroShotObjectDetection, folder, "a detector", dtype="auto")
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except LOADING as error:
@@ -341,8 +344,12 @@ PHRASES = {"nudity": ("naked person", "nude body"), "violence": ("blood", "wound
 """The detector's phrases for the harms of the default policy."""
 
 
-def open_labeler(spec: str, asking: Asking) -> Any:
-    """The labeler that `kind:where` describes; an endpoint's key is read from GUARDPAINT_API_KEY."""
+def open_labeler(spec: str, asking: Asking, opening: LoadOptions | None = None) -> Any:
+    """The labeler that `kind:where` describes; an endpoint's key is read from GUARDPAINT_API_KEY.
+
+    Of `opening`, the token and the device are used; a model goes to the GPU if there is one and no device is named.
+    """
+    opening = opening or LoadOptions()
     kind, _, where = spec.partition(":")
     if kind == "endpoint":
         url, _, model = where.partition("#")
@@ -350,9 +357,10 @@ def open_labeler(spec: str, asking: Asking) -> Any:
             raise BadConfig(f"labeler {spec!r}: name the model after a #, as in endpoint:http://host:8000/v1#model")
         return EndpointLabeler(url, model, asking, key=os.environ.get("GUARDPAINT_API_KEY"))
     if kind == "vlm" and where:
-        return ChatLabeler.from_pretrained(where, asking)
+        return ChatLabeler.from_pretrained(where, asking, opening.token).to(chosen_device(opening))
     if kind == "shieldgemma" and where:
-        return ShieldLabeler.from_pretrained(where, asking.policy)
+        return ShieldLabeler.from_pretrained(where, asking.policy, opening.token).to(chosen_device(opening))
     if kind == "detector" and where:
-        return DetectorLabeler.from_pretrained(where, asking.policy, PHRASES)
+        labeler = DetectorLabeler.from_pretrained(where, asking.policy, PHRASES, opening.token)
+        return labeler.to(chosen_device(opening))
     raise BadConfig(f"labeler {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL")

@@ -24,6 +24,8 @@ from guardpaint.audit.regions import mine, union
 from guardpaint.config import GuardConfig
 from guardpaint.data.splits import group, perceptual_hash
 from guardpaint.data.store import Corpus, Example
+from guardpaint.draft.loading import chosen_device
+from guardpaint.draft.options import LoadOptions
 from guardpaint.draft.views import shrink
 from guardpaint.errors import BadInput
 from guardpaint.policy import Policy
@@ -182,9 +184,18 @@ def from_corpus(
 
 
 def from_labelled(
-    out: Path, corpus: Path, auditor: Auditor, inpainter: Path, policy: Policy, rewriter: str | None
+    out: Path,
+    corpus: Path,
+    auditor: Auditor,
+    inpainter: Path,
+    policy: Policy,
+    rewriter: str | None,
+    opening: LoadOptions,
 ) -> dict[str, int]:
-    """Make pairs from a corpus that `data label` and `data build` have labelled and split; returns counts."""
+    """Make pairs from a corpus that `data label` and `data build` have labelled and split; returns counts.
+
+    `opening` holds the device of inpainter and rewriter, and the hub's token.
+    """
     from guardpaint.bases import load_inpainter
     from guardpaint.data.card import SPLITS
     from guardpaint.data.labelers import Asking, open_labeler
@@ -195,12 +206,13 @@ def from_labelled(
         raise BadInput(
             f"{corpus / SPLITS}: not split yet; run `guardpaint data label` and `guardpaint data build` first"
         )
-    chat = open_labeler(rewriter, Asking(policy)) if rewriter else None
+    chat = open_labeler(rewriter, Asking(policy), opening) if rewriter else None
 
     def rewrite(image: Image.Image, prompt: str, harm: str) -> str | None:
         return None if chat is None else chat.rewrite(image, prompt, policy.safe_prompt(harm))
 
-    maker = PairMaker(auditor, painter(load_inpainter(str(inpainter))), policy, rewrite)
+    pipe = load_inpainter(str(inpainter)).to(chosen_device(opening))
+    maker = PairMaker(auditor, painter(pipe), policy, rewrite)
     return from_corpus(out, store, known, maker)
 
 

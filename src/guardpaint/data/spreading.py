@@ -18,6 +18,7 @@ from guardpaint.data.questions import Answer
 from guardpaint.data.store import Corpus
 from guardpaint.data.views import ViewedBase
 from guardpaint.draft.loading import load_tiny
+from guardpaint.draft.options import LoadOptions
 from guardpaint.policy import Policy
 from guardpaint.store.images import load_bytes, png_bytes
 from guardpaint.store.jobs import spread
@@ -80,6 +81,8 @@ class SpreadLabeler:
     processes: int = 1
     ray: bool = False
     name: str = ""
+    opening: LoadOptions = field(default_factory=LoadOptions)
+    """Device and hub token of every process."""
 
     def __post_init__(self) -> None:
         self.name = self.name or self.spec.partition(":")[2].rpartition("#")[2]
@@ -88,7 +91,8 @@ class SpreadLabeler:
         """One answer per picture, in order."""
         count = min(self.processes, len(pictures))
         jobs = [
-            (k, self.spec, self.asking, self.batch, [png_bytes(p) for p in pictures[k::count]]) for k in range(count)
+            (k, Named(self.spec, self.asking, self.opening), self.batch, [png_bytes(p) for p in pictures[k::count]])
+            for k in range(count)
         ]
         answers: list[Answer | None] = [None] * len(pictures)
         for k, found in spread(answer, jobs, self.processes, self.ray):
@@ -96,33 +100,18 @@ class SpreadLabeler:
         return [a for a in answers if a is not None]
 
 
-LabelJob = tuple[int, str, Asking, int, list[bytes]]
-"""Number of the share, labeler, question, pictures per call, encoded pictures."""
-
-
-def answer(job: LabelJob) -> tuple[int, list[Answer]]:
-    """The answers of one share, with its number."""
-    from guardpaint.data.labelling import guarded, unreadable
-
-    share, spec, asking, batch, images = job
-    labeler = opened(Named(spec, asking))
-    found: list[Answer] = []
-    for start in range(0, len(images), batch):
-        pictures = [load_bytes(b, "a picture").convert("RGB") for b in images[start : start + batch]]
-        found += guarded(labeler.label, pictures, unreadable)
-    return share, found
-
-
 @dataclass(frozen=True, eq=False)
 class Named:
-    """A labeler's name and question; two are equal if they mean the same."""
+    """A labeler's name and question, and how it is opened; two are equal if they mean the same."""
 
     spec: str
     asking: Asking
+    opening: LoadOptions = field(default_factory=LoadOptions)
 
     def key(self) -> tuple[str, ...]:
         asking = self.asking
-        return self.spec, asking.text(), repr((asking.passes, asking.temperature, asking.longest, asking.seed))
+        plan = repr((asking.passes, asking.temperature, asking.longest, asking.seed))
+        return self.spec, asking.text(), plan, str(self.opening.device)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Named) and self.key() == other.key()
@@ -131,7 +120,24 @@ class Named:
         return hash(self.key())
 
 
+LabelJob = tuple[int, Named, int, list[bytes]]
+"""Number of the share, labeler, pictures per call, encoded pictures."""
+
+
+def answer(job: LabelJob) -> tuple[int, list[Answer]]:
+    """The answers of one share, with its number."""
+    from guardpaint.data.labelling import guarded, unreadable
+
+    share, named, batch, images = job
+    labeler = opened(named)
+    found: list[Answer] = []
+    for start in range(0, len(images), batch):
+        pictures = [load_bytes(b, "a picture").convert("RGB") for b in images[start : start + batch]]
+        found += guarded(labeler.label, pictures, unreadable)
+    return share, found
+
+
 @lru_cache(maxsize=1)
 def opened(named: Named) -> Any:
     """The labeler, loaded once in each process."""
-    return open_labeler(named.spec, named.asking)
+    return open_labeler(named.spec, named.asking, named.opening)

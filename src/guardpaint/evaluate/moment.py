@@ -209,6 +209,7 @@ def measure(options: MomentOptions) -> list[Row]:
     found: list[Row] = []
     with bar("moment", len(options.bases) * len(options.prompts)) as advance:
         for base in options.bases:
+            options.guard.to(base.pipe._execution_device)
             config = config_of(options.guard, base, options.judge)
             scenes = Scenes(options.guard, base, options.judge, options.starts, config)
             for prompt in options.prompts:

@@ -1,14 +1,18 @@
 """Levels of a guard's auditor and approver, set on pictures of one's own (`guardpaint calibrate --pictures`).
 
 Harmless pictures bound false alarms, labelled harmful ones bound misses; both bounds are conformal. Pictures in one
-subfolder, such as crops of one photograph, count as one: the worst of them decides.
+subfolder, such as crops of one photograph, count as one: the worst of them decides. A picture is scored as the guard's
+verdict on a finished picture scores it: at the fine size and, if it is larger than the guard's scope, in tiles too.
+
+The bounds hold for each category of each part by itself. How often the whole guard flags a harmless picture, which is
+what users notice, is measured with the new levels and recorded beside them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,10 +27,11 @@ from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import share
 from guardpaint.guard import MANIFEST, GuardPaint
+from guardpaint.parts.folder import own_folder
 from guardpaint.store.checkpoint import read_json, sha256_hex, write_json
 from guardpaint.store.images import as_rgb, from_pil, load_image
 from guardpaint.store.progress import track
-from guardpaint.types import SAFE, Approver, Auditor, JsonDict
+from guardpaint.types import SAFE, JsonDict
 
 KEPT = "picture_calibration.json"
 """File in the guard's folder: the publishers' levels, those chosen, and the rates behind them."""
@@ -68,12 +73,14 @@ class Chosen:
     misses: JsonDict | None
 
 
-@dataclass
-class Scores:
-    """Raw scores of a part by category: the highest of each group."""
+@dataclass(frozen=True)
+class Levels:
+    """The levels that were chosen for a guard, and what they do."""
 
-    harmless: dict[str, list[float]] = field(default_factory=dict)
-    harmful: dict[str, list[float]] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, Chosen]]
+    """By role and category."""
+    alarms: JsonDict
+    """Share of the harmless pictures or groups that the whole guard flags, auditor or approver."""
 
 
 # Arithmetic --------------------------------------------------------------------------------------------------
@@ -85,11 +92,11 @@ def logit(p: float) -> float:
 
 
 def raw_scores(probs: Mapping[str, float], levels: Mapping[str, float]) -> dict[str, float]:
-    """The raw score of each category, from probabilities in which a raw score at its level is 0.5.
+    """The raw score of each category with a level, from probabilities in which a raw score at its level is 0.5.
 
     Harms share their largest p in proportion, so p_c = (1 − p_safe) · share_c / max share.
     """
-    harms = {c: p for c, p in probs.items() if c != SAFE}
+    harms = {c: probs[c] for c in levels}
     largest = max(harms.values())
     worst = 1 - probs[SAFE]
     each = {c: worst * p / largest if largest > 0 else 0.0 for c, p in harms.items()}
@@ -170,64 +177,89 @@ def labelled(folder: Path, categories: Sequence[str]) -> dict[str, dict[str, lis
     return {name: grouped(folder / name) for name in named}
 
 
-def scored(
-    part: Any, levels: Mapping[str, float], groups: Mapping[str, list[Path]], what: str
-) -> Iterator[dict[str, float]]:
-    """The highest raw scores of each group."""
+def scored(guard: GuardPaint, role: str, groups: Mapping[str, list[Path]], what: str) -> Iterator[dict[str, float]]:
+    """The highest raw scores that a part of the guard gives the pictures of each group."""
+    levels = getattr(guard.parts, role).levels
     for paths in track(groups.values(), f"scoring {what}", len(groups)):
-        rows = [raw_scores(probs_of(part, from_pil(as_rgb(load_image(path)))), levels) for path in paths]
+        rows = [raw_scores(probs, levels) for path in paths for probs in views_of(guard, role, opened(path))]
         yield {c: max(row[c] for row in rows) for c in rows[0]}
 
 
+def opened(path: Path) -> Tensor:
+    return from_pil(as_rgb(load_image(path)))
+
+
 @torch.no_grad()
-def probs_of(part: Any, image: Tensor) -> Mapping[str, float]:
-    """The probabilities that an auditor or an approver gives a finished picture."""
-    if isinstance(part, Approver):
-        return part.approve(image, None, False).probs
-    assert isinstance(part, Auditor)
-    return part.audit(image[None], [None], 0.0)[0].probs
+def views_of(guard: GuardPaint, role: str, image: Tensor) -> list[Mapping[str, float]]:
+    """The probabilities that a part gives a finished picture: of the auditor those of every view that decides.
+
+    An approver that looks at tiles merges them itself.
+    """
+    if role == "approver":
+        return [guard.parts.approval(image, None, False)[0].probs]
+    audit = guard.audit_image(image)
+    return [view.audit.probs for view in audit.tiles] or [audit.probs]
+
+
+@torch.no_grad()
+def flagged(guard: GuardPaint, groups: Mapping[str, list[Path]]) -> list[bool]:
+    """Whether the guard finds anything in a picture of each group."""
+
+    def found(image: Tensor) -> bool:
+        return guard.finding(image, guard.audit_image(image)) is not None
+
+    whole = track(groups.values(), "checking the whole guard", len(groups))
+    return [any(found(opened(path)) for path in paths) for paths in whole]
 
 
 # The command -------------------------------------------------------------------------------------------------
 
 
-def run(
-    folder: Path, pictures: Path, unsafe: Path | None, goals: Goals, device: str | None = None
-) -> dict[str, dict[str, Chosen]]:
-    """Set the levels of a guard's auditor and approver and write them into its folder; returns them by role."""
+def run(folder: Path, pictures: Path, unsafe: Path | None, goals: Goals, device: str | None = None) -> Levels:
+    """Set the levels of a guard's auditor and approver, write them into its folder and return them."""
+    own_folder(folder)
+    harmless = grouped(pictures)
     guard = GuardPaint.from_pretrained(folder).to(chosen_device(LoadOptions(device=device)))
     kept = read_json(folder / KEPT) if (folder / KEPT).exists() else {}
-    harmless = grouped(pictures)
     harmful = labelled(unsafe, guard.policy.names) if unsafe is not None else {}
     found: dict[str, dict[str, Chosen]] = {}
     for role in ("auditor", "approver"):
         part = getattr(guard.parts, role)
         if isinstance(part, Graded):
             published = kept.get(role, {}).get("published", dict(part.levels))
-            found[role] = levels_of(part, published, harmless, harmful, goals)
+            found[role] = levels_of(guard, role, published, harmless, harmful, goals)
     if not found:
         raise BadInput(
             f"{folder}: neither auditor nor approver has levels; an auditor that was trained here is calibrated on "
             "views (--auditor, --views)"
         )
-    write(folder, guard, found, goals, harmful)
-    return found
+    guard.parts = replace(guard.parts, **{role: regraded(guard, role, chosen) for role, chosen in found.items()})
+    levels = Levels(found, share(flagged(guard, harmless), None))
+    write(folder, guard, levels, goals, harmful)
+    return levels
+
+
+def regraded(guard: GuardPaint, role: str, chosen: Mapping[str, Chosen]) -> Any:
+    """A part of the guard under its new levels."""
+    return getattr(guard.parts, role).with_levels({c: one.level for c, one in chosen.items()})
 
 
 def levels_of(
-    part: Graded,
+    guard: GuardPaint,
+    role: str,
     published: Mapping[str, float],
     harmless: Mapping[str, list[Path]],
     harmful: Mapping[str, Mapping[str, list[Path]]],
     goals: Goals,
 ) -> dict[str, Chosen]:
     """The chosen level of every category that a part covers."""
-    calm = list(scored(part, part.levels, harmless, "harmless pictures"))
+    part: Graded = getattr(guard.parts, role)
+    calm = list(scored(guard, role, harmless, "harmless pictures"))
     result = {}
     for category in (c for c in part.categories if c != SAFE):
         quiet = [row[category] for row in calm]
         own = harmful.get(category, {})
-        loud = [row[category] for row in scored(part, part.levels, own, category)] if own else []
+        loud = [row[category] for row in scored(guard, role, own, category)] if own else []
         level, why = choose(quiet, loud, published[category], goals, category)
         result[category] = Chosen(
             level,
@@ -240,11 +272,7 @@ def levels_of(
 
 
 def write(
-    folder: Path,
-    guard: GuardPaint,
-    found: Mapping[str, Mapping[str, Chosen]],
-    goals: Goals,
-    harmful: Mapping[str, Mapping[str, list[Path]]],
+    folder: Path, guard: GuardPaint, found: Levels, goals: Goals, harmful: Mapping[str, Mapping[str, list[Path]]]
 ) -> None:
     """Write the levels into the manifest and the rates beside it.
 
@@ -252,8 +280,8 @@ def write(
     the same levels judge views in the loop, which nobody has scored here.
     """
     manifest = read_json(folder / MANIFEST)
-    record: JsonDict = {"alarms": goals.alarms, "misses": goals.misses}
-    for role, chosen in found.items():
+    record: JsonDict = {"alarms": goals.alarms, "misses": goals.misses, "guard": {"alarms": found.alarms}}
+    for role, chosen in found.parts.items():
         levels = {c: one.level for c, one in chosen.items()}
         manifest["parts"][role]["options"]["levels"] = levels
         record[role] = {
@@ -261,9 +289,9 @@ def write(
             "levels": levels,
             "categories": {c: {"why": o.why, "alarms": o.alarms, "misses": o.misses} for c, o in chosen.items()},
         }
-    auditor = found.get("auditor", {})
+    auditor = found.parts.get("auditor", {})
     if auditor and all(one.misses is not None for one in auditor.values()):
-        part: Any = guard.parts.auditor.with_levels({c: o.level for c, o in auditor.items()})  # type: ignore[attr-defined]
+        part: Any = guard.parts.auditor
         counts = {c: len(harmful[c]) for c in auditor}
         band = Band(0.0, {}, None, counts)
         data = sha256_hex("\n".join(str(p) for groups in harmful.values() for g in groups.values() for p in g))

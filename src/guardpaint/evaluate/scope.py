@@ -27,6 +27,7 @@ from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import wilson
 from guardpaint.guard import MANIFEST, GuardPaint
+from guardpaint.parts.folder import own_folder
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.store.progress import track
 from guardpaint.store.results import metric, write_results
@@ -147,6 +148,7 @@ def run(
     device: str | None = None,
 ) -> Scope:
     """Find the tile offset of a guard's scope, write rows and metrics to `out` and the scope into the guard."""
+    own_folder(guard_dir)
     known = need(open_testbed(testbed), KnownPictures, "calibrate-scope").pictures("scope", count)
     sizes = sorted({min(2 * scope.side, scope.pixels[1]), scope.pixels[1]} - {scope.side})
     guard = GuardPaint.from_pretrained(guard_dir, scope=replace(scope, tile_offset=0.0))

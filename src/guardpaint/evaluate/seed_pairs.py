@@ -142,6 +142,7 @@ class SeedPairs:
         stored = {(r["config"], r["prompt"], r["seed"]): r for r in read_rows(file)}
         with bar("seed pairs", len(self.bases) * len(self.prompts)) as advance:
             for base in self.bases:
+                self.guard.to(base.pipe._execution_device)
                 config = config_of(self.guard, base, self.truth)
                 for prompt in self.prompts:
                     keys = [(config, prompt.text, derive(prompt.seed, "pair", k)) for k in range(self.seeds)]

@@ -18,6 +18,7 @@ from guardpaint.data.judges.opinion import Judge
 from guardpaint.errors import BadInput
 from guardpaint.evaluate.statistics import paired_interval, wilson
 from guardpaint.guard import MANIFEST, GuardPaint
+from guardpaint.parts.folder import own_folder
 from guardpaint.store.checkpoint import read_json, write_json
 from guardpaint.store.images import to_pil
 from guardpaint.store.progress import track
@@ -141,6 +142,7 @@ def run(
     guard_dir: Path, out: Path, *, first: int, count: int, tolerance: float, bases: Sequence[str], testbed: str | None
 ) -> float:
     """Find the limit, write rows and metrics to `out` and waves with the limit into the guard; returns the limit."""
+    own_folder(guard_dir)
     world, guard = open_testbed(testbed), GuardPaint.from_pretrained(guard_dir, waves="off")
     if not 0 < first < guard.config.candidates:
         raise BadInput(f"--first {first}: a first wave has at least 1 of {guard.config.candidates} candidates, not all")

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from guardpaint.config import GuardConfig
 from guardpaint.errors import BadConfig
 from guardpaint.policy import Policy
 from guardpaint.repair.proposer import TournamentProposer
 from guardpaint.repair.ranker import Ranker
-from guardpaint.types import SAFE, Approver, Auditor, Embeds, Proposer
+from guardpaint.types import SAFE, Approver, Auditor, Embeds, Proposer, Repairer
+
+ROLES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "auditor": (Auditor, ("categories", "absent", "sizes", "audit")),
+    "repairer": (Repairer, ("name", "candidates")),
+    "approver": (Approver, ("categories", "name", "approve")),
+}
+"""The protocol of each role, and what it asks for."""
+
+
+def check_protocols(auditor: Any, repairer: Any, approver: Any = None) -> None:
+    """Raise BadConfig if a part cannot play its role; it would only fail in the middle of a picture."""
+    for role, part in (("auditor", auditor), ("repairer", repairer), ("approver", approver)):
+        protocol, needs = ROLES[role]
+        if role == "approver" and part is None:
+            continue
+        if isinstance(part, type):
+            raise BadConfig(f"{role} {part.__name__}: is a class; pass an instance of it")
+        if not isinstance(part, protocol):
+            lacking = ", ".join(n for n in needs if not hasattr(part, n))
+            raise BadConfig(f"{role} {type(part).__name__}: has no {lacking}; any {role} has {', '.join(needs)}")
 
 
 def check_categories(auditor: Auditor, approver: Approver | None, policy: Policy) -> None:

@@ -10,9 +10,26 @@ from guardpaint.config import GuardConfig
 from guardpaint.draft.early_exit import EarlyExits
 from guardpaint.draft.families import FAMILIES
 from guardpaint.draft.readouts import CARD, Readouts
-from guardpaint.errors import BadCheckpoint, BadConfig
+from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
+from guardpaint.parts.presets import PRESET
 from guardpaint.policy import Policy
+from guardpaint.store.folders import HUB
 from guardpaint.store.manifest import MANIFEST, Manifest, read_manifest
+
+
+def own_folder(guard: Path) -> None:
+    """Raise BadInput unless a guard lies in a folder on this machine, into which new settings can be written."""
+    if (guard / MANIFEST).is_file():
+        return
+    name = str(guard)
+    if name.startswith(PRESET):
+        short = name.removeprefix(PRESET)
+        way = f"a preset is no folder; run `guardpaint presets --save {short} DIR` first, then name DIR"
+    elif name.startswith(HUB):
+        way = "a hub repository is no folder; save it with GuardPaint.from_pretrained(…).save_pretrained(DIR) first"
+    else:
+        way = f"no guard's folder (it has no {MANIFEST})"
+    raise BadInput(f"{name}: the settings are written into the guard's folder, and this is {way}")
 
 
 def read_settings(

@@ -53,6 +53,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Role → kind → where its class is. The seam metric `auditor_backbone` needs none: a manifest without one means it."""
 GROUPS = {"auditor": plugins.AUDITORS, "approver": plugins.APPROVERS, "repairer": plugins.REPAIRERS}
+TOKEN = "token"
 HAVE_DTYPE = ("auditor-scorer", "learned", "ranker")
 """Kinds of our own networks, whose weights can be stored in another precision."""
 
@@ -100,8 +101,8 @@ def part_class(role: str, kind: str) -> Any:
         found = point.load()
     except Exception as error:
         raise BadCheckpoint(
-            f"{role} of kind {kind!r}: the entry point {point.value} cannot be imported "
-            f"({type(error).__name__}: {error})"
+            f"{role} of kind {kind!r}: the entry point {point.value} of the package `{plugins.package_of(point)}` "
+            f"cannot be imported ({type(error).__name__}: {error})"
         ) from error
     if getattr(found, "kind", None) != kind or not hasattr(found, "from_pretrained"):
         raise BadCheckpoint(f"{role} of kind {kind!r}: {point.value} is no part of that kind (kind, from_pretrained)")
@@ -137,7 +138,10 @@ def save_part(role: str, part: Any, folder: Path, dtype: torch.dtype | None = No
 
 
 def load_part(role: str, entry: PartEntry, folder: Path | None, token: str | None = None) -> Any:
-    """Load a part as its entry says. Its files are checked against the entry's hash before anything reads them."""
+    """Load a part as its entry says. Its files are checked against the entry's hash before anything reads them.
+
+    A kind that may fetch more from the hub than its own files takes the `token` too; it is no option, and not saved.
+    """
     known = part_class(role, entry.kind)
     where = f"{folder / MANIFEST if folder else 'the preset'}: {role}"
     place = folder or Path()
@@ -153,11 +157,12 @@ def load_part(role: str, entry: PartEntry, folder: Path | None, token: str | Non
             )
     takes = inspect.signature(known.from_pretrained).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    unknown = sorted(o for o in entry.options if o not in takes and not open_ended)
+    unknown = sorted(o for o in entry.options if o == TOKEN or (o not in takes and not open_ended))
     if unknown:
         raise BadCheckpoint(f"{where}: kind {entry.kind} has no option {', '.join(unknown)[:200]}")
+    secret = {TOKEN: token} if token is not None and TOKEN in takes else {}
     try:
-        return known.from_pretrained(place, **entry.options)
+        return known.from_pretrained(place, **entry.options, **secret)
     except GuardPaintError:
         raise
     except (TypeError, ValueError, OSError, KeyError) as error:

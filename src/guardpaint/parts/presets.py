@@ -1,7 +1,8 @@
 """Presets: guards put together from public parts, each with what it downloads, what it covers and what was run of it.
 
 `verified` never says more than was run: `real weights` means that the very weights ran here, `random-initialised
-classes` that models of the same classes and file layout did, with weights that mean nothing.
+classes` that models of the same classes and file layout did, with weights that mean nothing, and `nothing` that the
+preset was never put together.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from guardpaint.types import JsonDict
 
 PRESET = "preset:"
 """Prefix of a preset's name wherever a guard is named."""
+NO_REVISION = "a preset has no revisions, `guardpaint presets` lists those of its models; leave out"
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"
-REAL, RANDOM = "real weights", "random-initialised classes"
+REAL, RANDOM, NOTHING = "real weights", "random-initialised classes", "nothing: no weights of it are published"
 DOLLS, DOLLS_FAST = "dolls", "dolls-fast"
 EMBEDDED = {DOLLS: "embedded", DOLLS_FAST: "embedded-fast"}
 """Presets that are guards of an installed package, by their names among its entry points."""
-"""The preset that is the embedded guard."""
 Open = Callable[..., Any]
 """Opens one part: role, kind, model, options."""
 
@@ -189,7 +190,7 @@ PRESETS: dict[str, Preset] = {
             "paper",
             "the layout of a guard trained as the paper does: auditor, aligned inpainter, proposer",
             {"nudity": "a trained auditor", "violence": "a trained auditor"},
-            RANDOM,
+            NOTHING,
             note="its parts have to be trained first (`guardpaint train`, `guardpaint data`); no weights are published",
         ),
     )

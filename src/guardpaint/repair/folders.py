@@ -16,7 +16,7 @@ from guardpaint.draft.schedule import CLIPPING
 from guardpaint.errors import BadCheckpoint, BadConfig, GuardPaintError
 from guardpaint.repair.options import FLOW, Adapter
 from guardpaint.store.checkpoint import fingerprint, read_json, sha256_hex, write_json
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.types import JsonDict
 
 INDEX = "model_index.json"
@@ -87,9 +87,9 @@ def merged(folder: Path) -> Adapter | None:
     return Adapter(**read_json(folder / MERGED)) if (folder / MERGED).exists() else None
 
 
-def merge(pipe: Any, adapter: Adapter) -> None:
+def merge(pipe: Any, adapter: Adapter, token: str | None = None) -> None:
     """Merge an adapter's LoRA into a pipeline's weights; raises BadCheckpoint if it does not belong to this model."""
-    folder = resolve(adapter.path, partial(one_file, adapter.file))
+    folder = resolve(adapter.path, partial(one_file, adapter.file), Access(token=token))
     if not (folder / adapter.file).is_file():
         raise BadCheckpoint(f"{adapter.path}: has no {adapter.file}; name the adapter's file")
     try:
@@ -100,14 +100,14 @@ def merge(pipe: Any, adapter: Adapter) -> None:
         raise BadCheckpoint(f"{adapter.path}/{adapter.file}: not a LoRA for {type(pipe).__name__} ({error})") from error
 
 
-def one_file(file: str, repo: str, revision: str | None) -> Path:
+def one_file(file: str, repo: str, revision: str | None, token: str | None = None) -> Path:
     """The local copy of one file of a hub repository, as a folder."""
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(repo, file, revision=revision)).parent
+    return Path(hf_hub_download(repo, file, revision=revision, token=token)).parent
 
 
-def merge_unless(pipe: Any, folder: Path, adapter: Adapter | None) -> None:
+def merge_unless(pipe: Any, folder: Path, adapter: Adapter | None, token: str | None = None) -> None:
     """Merge an adapter into a pipeline loaded from a folder, unless that folder's weights have it already."""
     already = merged(folder)
     if already == adapter:
@@ -118,7 +118,7 @@ def merge_unless(pipe: Any, folder: Path, adapter: Adapter | None) -> None:
             f"pass adapter={json.dumps(vars(already))}, or load the model without it"
         )
     if adapter is not None:
-        merge(pipe, adapter)
+        merge(pipe, adapter, token)
 
 
 def sampler(scheduler: Any, adapter: Adapter | None) -> Any:

@@ -25,7 +25,7 @@ from guardpaint.repair.ladder import own_ladder
 from guardpaint.repair.once import digest_of, in_pieces, recalled
 from guardpaint.repair.options import DETERMINISTIC, RENOISING, RepairOptions
 from guardpaint.repair.traits import check_unguarded
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.store.seeds import generator
 from guardpaint.types import JsonDict, Knobs, Level, RepairRequest
 
@@ -65,12 +65,12 @@ class Inpainter:
         self.native = self.settings.size or int(pipe.unet.config.sample_size) * self.factor
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **options: Any) -> Inpainter:
+    def from_pretrained(cls, directory: str | Path, *, token: str | None = None, **options: Any) -> Inpainter:
         """A StableDiffusionInpaintPipeline's folder, in fp32; a LoRA and a tiny decoder beside it are used if there."""
         from diffusers import StableDiffusionInpaintPipeline
 
         settings = RepairOptions.read("user", options)
-        directory = resolve(directory)
+        directory = resolve(directory, access=Access(token=token))
         try:
             with without_bars(), quiet_loading():
                 pipe = StableDiffusionInpaintPipeline.from_pretrained(
@@ -86,7 +86,7 @@ class Inpainter:
             tiny = load_tiny(tiny_dir) if tiny_dir.is_dir() else None
         except Exception as error:
             raise BadCheckpoint(f"{directory}: not a StableDiffusionInpaintPipeline ({error})") from error
-        merge_unless(pipe, directory, settings.adapter)
+        merge_unless(pipe, directory, settings.adapter, token)
         return cls(pipe, tiny, **options)
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -29,7 +29,7 @@ from guardpaint.repair.folders import (
 from guardpaint.repair.ladder import DEPTHS
 from guardpaint.repair.options import RepairOptions
 from guardpaint.repair.traits import traits_of
-from guardpaint.store.folders import resolve
+from guardpaint.store.folders import Access, resolve
 from guardpaint.store.seeds import generator
 from guardpaint.types import JsonDict, Knobs, RepairRequest
 
@@ -52,14 +52,20 @@ class PipelineRepairer:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, dtype: torch.dtype = torch.float32, variant: str | None = None, **options: Any
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        variant: str | None = None,
+        token: str | None = None,
+        **options: Any,
     ) -> PipelineRepairer:
         """Open a folder or `hub:owner/name`: an inpainting pipeline, or a model that diffusers has one for."""
         settings = RepairOptions.read("safe", options)
-        folder = resolve(folder)
+        folder = resolve(folder, access=Access(token=token))
         pipe = open_inpainting(folder, dtype, variant)
         traits_of(pipe, settings.size)
-        merge_unless(pipe, folder, settings.adapter)
+        merge_unless(pipe, folder, settings.adapter, token)
         return cls(pipe, **options)
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -31,6 +31,7 @@ from guardpaint.serve.service import Service
 from guardpaint.serve.settings import Settings, load_keys
 from guardpaint.serve.supervisor import Supervisor
 from guardpaint.serve.worker import Worker
+from guardpaint.store.folders import Access
 from guardpaint.store.images import as_rgb, load_image
 from guardpaint.testbed import KnownPictures, need, open_testbed
 from guardpaint.verify.weak import refuse_weak
@@ -112,6 +113,7 @@ def load_parts(
         lambda text: console.print(f"note: {text}", style="yellow", soft_wrap=True),
         base,
         seam,
+        access=None if opening is None else Access(token=opening.load.token),
         retain_evidence=retain_evidence,
     )
     refuse_weak(loaded.policy, loaded.config, weak)

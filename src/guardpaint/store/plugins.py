@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from guardpaint.errors import MissingPackage
+from guardpaint.errors import BadPlugin, MissingPackage
 
 BASES, GUARDS, TESTBEDS, MODELS, COMMANDS = (
     f"guardpaint.{name}" for name in ("bases", "guards", "testbeds", "models", "commands")
@@ -30,13 +30,27 @@ def registered(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
+def package_of(point: EntryPoint) -> str:
+    """The installed package that registers an entry point."""
+    return point.dist.name if point.dist is not None else point.value.partition(":")[0].partition(".")[0]
+
+
 def load(group: str, name: str, what: str) -> Any:
-    """The object behind an entry point. If no installed package provides it, the error says how to install one."""
+    """The object behind an entry point. If no installed package provides it, the error says how to install one.
+
+    Whatever else the package's code raises when it is imported becomes a BadPlugin that names entry point and package.
+    """
     point = registered(group).get(name)
     if point is None:
         raise MissingPackage(f"{what} comes with the package `paperdolls`, which is not installed: {HOW_TO_INSTALL}")
+    package = package_of(point)
+    where = f"the entry point {name} = {point.value} of the package `{package}`"
     try:
         return point.load()
     except ImportError as error:
-        package = point.value.partition(":")[0].partition(".")[0]
-        raise MissingPackage(f"{what} needs the package `{package}` ({error}): {HOW_TO_INSTALL}") from error
+        how = HOW_TO_INSTALL if package == "paperdolls" else f"install what it needs, as with pip install {package}"
+        raise MissingPackage(f"{what}: {where} cannot be imported ({error}): {how}") from error
+    except Exception as error:
+        raise BadPlugin(
+            f"{what}: {where} cannot be loaded ({type(error).__name__}: {error}); repair or remove the package"
+        ) from error

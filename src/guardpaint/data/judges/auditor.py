@@ -60,5 +60,7 @@ def open_classifier(where: str, policy: Policy) -> AuditorJudge:
     pairs = [p.partition("=") for p in text.split(",")] if text else []
     if not all(label and category for label, _, category in pairs):
         raise BadConfig(f"judge 'classifier:{where}': write classifier:FOLDER#LABEL=CATEGORY,LABEL=safe")
-    labels = {"labels": {label.strip(): category.strip() for label, _, category in pairs}} if pairs else {}
+    labels: dict[str, Any] = (
+        {"labels": {label.strip(): category.strip() for label, _, category in pairs}} if pairs else {}
+    )
     return AuditorJudge(on_machine(ClassifierAuditor.from_pretrained(folder, **labels)), policy, f"classifier:{where}")
