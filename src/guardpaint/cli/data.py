@@ -427,17 +427,11 @@ def pairs(
     split: Annotated[str, typer.Option(help="With a testbed: train, validation or test.")] = "train",
     count: Annotated[int, typer.Option(min=2, help="With a testbed: unsafe pictures, equally many per harm.")] = 2000,
     safe: Annotated[int, typer.Option(min=0, help="With a testbed: safe pictures in addition.")] = 1000,
-    masks: Annotated[
-        str, typer.Option(help="auditor, or with a testbed truth: the true masks, to compare with.")
-    ] = "auditor",
-    auditor: Annotated[
-        Path | None, typer.Option(help="Auditor that makes the masks; with a testbed, default: the embedded guard's.")
-    ] = None,
+    masks: Annotated[str, typer.Option(help="auditor, or truth: a testbed's true masks, to compare.")] = "auditor",
+    auditor: Annotated[Path | None, typer.Option(help="Makes the masks; default with a testbed: its guard's.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Labelled corpus to use instead of a testbed.")] = None,
     inpainter: Annotated[Path | None, typer.Option(help="With a corpus: pipeline that paints the targets.")] = None,
-    rewriter: Annotated[
-        str | None, typer.Option(help="With a corpus: vlm:MODEL or endpoint:URL#MODEL that writes safe prompts.")
-    ] = None,
+    rewriter: Annotated[str | None, typer.Option(help="With a corpus: vlm:… or endpoint:…, writes prompts.")] = None,
     policy: PolicyOption = None,
     testbed: TestbedOption = None,
     device: DeviceOption = None,

@@ -28,7 +28,7 @@ from PIL import Image
 from guardpaint.audit.checkpoints import open_model
 from guardpaint.audit.processors import chat_processor
 from guardpaint.data.questions import CAPTION, Answer, clean_caption, pooled, question, read_answer, rewriting
-from guardpaint.draft.loading import chosen_device, on_machine
+from guardpaint.draft.loading import on_machine
 from guardpaint.draft.options import LoadOptions
 from guardpaint.errors import BadCheckpoint, BadConfig, BadInput
 from guardpaint.policy import Policy
@@ -114,7 +114,7 @@ class ChatLabeler:
             model = open_model(AutoModelForImageTextToText, folder, "a chat model", dtype="auto")
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
-        return on_machine(cls(model, processor, asking, path))
+        return cls(model, processor, asking, path)
 
     def to(self, device: str | torch.device) -> ChatLabeler:
         self.model.to(device)
@@ -180,7 +180,7 @@ class ShieldLabeler:
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
-        return on_machine(cls(model, processor, policy, path))
+        return cls(model, processor, policy, path)
 
     def to(self, device: str | torch.device) -> ShieldLabeler:
         self.model.to(device)
@@ -229,7 +229,7 @@ class DetectorLabeler:
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except LOADING as error:
             raise BadInput(f"labeler {path}: cannot be loaded ({error}){HINT}") from error
-        return on_machine(cls(model, processor, policy, phrases, path))
+        return cls(model, processor, policy, phrases, path)
 
     def to(self, device: str | torch.device) -> DetectorLabeler:
         self.model.to(device)
@@ -357,10 +357,9 @@ def open_labeler(spec: str, asking: Asking, opening: LoadOptions | None = None) 
             raise BadConfig(f"labeler {spec!r}: name the model after a #, as in endpoint:http://host:8000/v1#model")
         return EndpointLabeler(url, model, asking, key=os.environ.get("GUARDPAINT_API_KEY"))
     if kind == "vlm" and where:
-        return ChatLabeler.from_pretrained(where, asking, opening.token).to(chosen_device(opening))
+        return on_machine(ChatLabeler.from_pretrained(where, asking, opening.token), opening)
     if kind == "shieldgemma" and where:
-        return ShieldLabeler.from_pretrained(where, asking.policy, opening.token).to(chosen_device(opening))
+        return on_machine(ShieldLabeler.from_pretrained(where, asking.policy, opening.token), opening)
     if kind == "detector" and where:
-        labeler = DetectorLabeler.from_pretrained(where, asking.policy, PHRASES, opening.token)
-        return labeler.to(chosen_device(opening))
+        return on_machine(DetectorLabeler.from_pretrained(where, asking.policy, PHRASES, opening.token), opening)
     raise BadConfig(f"labeler {spec!r}: write vlm:MODEL, shieldgemma:MODEL, detector:MODEL or endpoint:URL#MODEL")

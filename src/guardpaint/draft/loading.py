@@ -127,9 +127,9 @@ def chosen_device(options: LoadOptions) -> Any:
     return device
 
 
-def on_machine(model: M) -> M:
-    """A judge, metric or other model that no option places, moved to CUDA if there is any."""
-    model.to(chosen_device(FP32))
+def on_machine(model: M, options: LoadOptions = FP32) -> M:
+    """A judge, metric or other model, moved to the device that the options name, or else to CUDA if there is any."""
+    model.to(chosen_device(options))
     return model
 
 
