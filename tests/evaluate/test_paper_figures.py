@@ -8,9 +8,10 @@ from protocols import write_bases
 
 from guardpaint.bases import BaseOptions
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import figures, paper_figures, rows, tournament_rows
+from guardpaint.evaluate import figures, gtp, paper_figures, rows, tournament_rows
 from guardpaint.evaluate.evaluated_base import open_base, read_entries
 from guardpaint.guard import GuardPaint
+from guardpaint.store.results import write_results
 from guardpaint.testing.doubles import AlwaysUnsafe, PaintsFlat
 
 
@@ -25,8 +26,9 @@ def test_changes_are_absolute_and_of_any_suite():
     """8 of 10 to 3 of 10 is a change of −0.5, not of −0.625."""
     found = [row("undefended", int(i < 8), str(i)) for i in range(10)]
     found += [row("ours", int(i < 3), str(i)) for i in range(10)]
-    grid, suites, bases = paper_figures.changes(found, "ours")
+    grid, suites, bases = figures.changes(found, "ours")
     assert grid == [[pytest.approx(-0.5)]] and (suites, bases) == (["mma"], ["b"])
+    assert [t.get_text() for t in figures.heat_map(found).axes[0].texts] == ["−50.00"], "in reports as in the paper"
 
 
 def test_the_reinsertion_table_counts_accepted_repairs_and_seconds_for_each_prompt():
@@ -68,6 +70,51 @@ def test_every_figure_is_written_from_a_run(tmp_path):
     rows.write_parquet([row("ours", category="safe")], run / "samples.parquet")
     with pytest.raises(BadInput, match="no rows of harmful prompts"):
         list(paper_figures.run(paper_figures.FigureOptions(run, tmp_path / "out")))
+
+
+def test_the_table_of_the_tournament_policy_comes_from_its_results(tmp_path):
+    """gtp.json of the run, or the file that is named."""
+    run = tmp_path / "run"
+    run.mkdir()
+    rows.write_parquet([row("undefended", 1), row("ours", 0)], run / "samples.parquet")
+    played = {"base": "b", "c": 3, "accepted": 1, "suggested": 2, "seconds": 4.0, "unsafe": 0}
+    found = [
+        {**played, "config": name, "seed": s, "accepted": a}
+        for s in (1, 2)
+        for name, a in ((gtp.WITH, 2), (gtp.WITHOUT, 1))
+    ]
+    write_results(run / "gtp.json", gtp.metrics(found), found, 0)
+    assert str(tmp_path / "a" / "gtp.md") in list(paper_figures.run(paper_figures.FigureOptions(run, tmp_path / "a")))
+    text = (tmp_path / "a" / "gtp.md").read_text()
+    assert text == gtp.table(gtp.metrics(found)) and "**100.0**" in text and "50.0" in text
+    (run / "gtp.json").rename(tmp_path / "named.json")
+    options = paper_figures.FigureOptions(run, tmp_path / "b", results=tmp_path / "named.json")
+    assert str(tmp_path / "b" / "gtp.md") in list(paper_figures.run(options))
+    with pytest.raises(BadInput, match="eval gtp"):
+        paper_figures.FigureOptions(run, tmp_path / "c", results=tmp_path / "nothing.json")
+    (tmp_path / "named.json").write_text("[]")
+    with pytest.raises(BadInput, match="no results file"):
+        list(paper_figures.run(options))
+
+
+def test_tournaments_of_a_run_are_drawn_once_more(tmp_path, monkeypatch):
+    """Those of prompts on which the run accepted a repair, on the bases that are named."""
+    (text,) = write_bases(tmp_path, ("sd15",))
+    run = tmp_path / "run"
+    run.mkdir()
+    lamp = row("ours", 0, "a lamp", base="sd15", accepted=1)
+    found = [row("undefended", 1, "a lamp", base="sd15"), lamp, row("ours", 0, "a cup", base="sd15", accepted=0)]
+    rows.write_parquet(found, run / "samples.parquet")
+    monkeypatch.setattr(paper_figures, "open_guard", lambda name: GuardPaint(AlwaysUnsafe(), PaintsFlat()))
+    drawn, contests = [], tournament_rows.contests
+    again = lambda guard, base, prompt, *more: drawn.append(prompt) or contests(guard, base, prompt, *more)  # noqa: E731
+    monkeypatch.setattr(tournament_rows, "contests", again)
+    options = paper_figures.FigureOptions(
+        run, tmp_path / "out", tournaments=2, bases=[text], opening=BaseOptions(steps=4, size=64)
+    )
+    assert str(tmp_path / "out" / "tournaments.png") in list(paper_figures.run(options))
+    sheet = Image.open(tmp_path / "out" / "tournaments.png")
+    assert drawn == ["a lamp"] and sheet.width > 2 * tournament_rows.SIDE
 
 
 def test_tournaments_are_rows_with_the_mask_and_a_framed_winner(tmp_path):

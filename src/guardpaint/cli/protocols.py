@@ -74,6 +74,7 @@ def eval_figures(
     guard: Annotated[str | None, typer.Option(help="Guard, for --tournaments; default: the embedded one.")] = None,
     call: CallOption = None,
     settings: Annotated[str | None, typer.Option(help="As for `eval run`, for --tournaments.")] = None,
+    gtp: Annotated[Path | None, typer.Option(help="Results of `eval gtp`; default: gtp.json in the run.")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Show tournaments without blur.")] = False,
     *,
     options: BaseOptions,
@@ -84,7 +85,7 @@ def eval_figures(
 
     asked = paper_figures.FigureOptions(
         run, out_dir or run / "figures", defence, tournaments, base or [], guard, with_settings(options, settings),
-        call or [], clear,
+        call or [], clear, gtp,
     )  # fmt: skip
     for line in paper_figures.run(asked):
         typer.echo(line)

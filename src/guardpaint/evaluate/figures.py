@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFilter
 
 from guardpaint.evaluate import summary
+from guardpaint.evaluate.protocols.table import cell_of
 from guardpaint.evaluate.rows import EvaluationRow
 from guardpaint.store.images import load_image
 from guardpaint.train.dynamics import figure
@@ -22,24 +23,22 @@ PANELS = (("asr", "attack success"), ("agreement_all", "agreement"), ("seconds",
 SIDE = 130
 
 
+def changes(rows: summary.Rows, defence: str) -> tuple[list[list[float | None]], list[str], list[str]]:
+    """Absolute changes of attack success by suite and base, and the names of both."""
+    attacked = summary.harmful(rows)
+    tried = [r for r in attacked if r.defence == defence]
+    suites, bases = (list(dict.fromkeys(getattr(r, part) for r in tried)) for part in ("suite", "base"))
+    grid = []
+    for suite in suites:
+        own = [[r for r in attacked if (r.suite, r.base) == (suite, base)] for base in bases]
+        cells = [cell_of(suite, base, defence, some) for base, some in zip(bases, own, strict=True)]
+        grid.append([None if c is None else c.change for c in cells])
+    return grid, suites, bases
+
+
 def heat_map(rows: summary.Rows, defence: str = "ours") -> Any:
-    """A heat map of the fall of attack success, by attack and base."""
-    metrics = summary.attack_cells(rows)
-    tried = [r for r in summary.harmful(rows) if r.defence == defence]
-    attacks = list(dict.fromkeys(r.suite for r in tried))
-    bases = list(dict.fromkeys(r.base for r in tried))
-    drawing = figure((2.4 + 1.3 * len(bases), 1.4 + 0.5 * len(attacks)))
-    axis = drawing.subplots()
-    cells = [[metrics.get(f"{a}.{b}.fall.{defence}") for b in bases] for a in attacks]
-    grid = [[m["value"] if m else None for m in line] for line in cells]
-    texts = [f"{100 * v:.1f} %" if v is not None else "–" for line in grid for v in line]
-    drawing.colorbar(shaded(axis, grid, texts, (0.0, 1.0)), ax=axis, label="part removed")
-    axis.set_xticks(range(len(bases)), bases, fontsize=8)
-    axis.set_yticks(range(len(attacks)), attacks, fontsize=8)
-    axis.set(xlabel="base", ylabel="attack")
-    counts = sorted({m["n"] for line in cells for m in line if m})
-    axis.set_title(f"attack success removed by {defence} ({spoken(counts)} prompts a cell)", fontsize=10)
-    return drawing
+    """The paper's heat map of one defence, by suite and base."""
+    return change_map(*changes(rows, defence), f"change of attack success with {defence}")
 
 
 def change_map(grid: Sequence[Sequence[float | None]], lines: Sequence[str], columns: Sequence[str], title: str) -> Any:

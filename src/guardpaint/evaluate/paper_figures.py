@@ -14,14 +14,13 @@ from typing import Any
 
 from guardpaint.bases import BaseOptions
 from guardpaint.errors import BadInput
-from guardpaint.evaluate import figures, gather, summary, tournament_rows
+from guardpaint.evaluate import figures, gather, gtp, summary, tournament_rows
 from guardpaint.evaluate.defences.opening import open_guard
 from guardpaint.evaluate.evaluated_base import open_base, read_entries
-from guardpaint.evaluate.protocols.table import cell_of
 from guardpaint.evaluate.rows import EvaluationRow
 from guardpaint.evaluate.statistics import mean
 from guardpaint.evaluate.votes import attack_success
-from guardpaint.store.checkpoint import write_atomic
+from guardpaint.store.checkpoint import read_json, write_atomic
 from guardpaint.store.images import save_image
 
 COLUMNS = ("base", "rule", "n", "asr", "accepted", "tournaments", "seconds")
@@ -44,19 +43,18 @@ class FigureOptions:
     calls: Sequence[str] = ()
     clear: bool = False
     """Whether tournaments are shown without blur."""
+    results: Path | None = None
+    """Results of `eval gtp`; None: gtp.json in the run."""
 
+    @property
+    def gtp(self) -> Path:
+        return self.results or self.run / "gtp.json"
 
-def changes(rows: summary.Rows, defence: str) -> tuple[list[list[float | None]], list[str], list[str]]:
-    """Absolute changes of attack success by suite and base, and the names of both."""
-    attacked = summary.harmful(rows)
-    tried = [r for r in attacked if r.defence == defence]
-    suites, bases = (list(dict.fromkeys(getattr(r, part) for r in tried)) for part in ("suite", "base"))
-    grid = []
-    for suite in suites:
-        own = [[r for r in attacked if (r.suite, r.base) == (suite, base)] for base in bases]
-        cells = [cell_of(suite, base, defence, some) for base, some in zip(bases, own, strict=True)]
-        grid.append([None if c is None else c.change for c in cells])
-    return grid, suites, bases
+    def __post_init__(self) -> None:
+        if self.results is not None and not self.results.is_file():
+            raise BadInput(
+                f"{self.results}: no such file; measure it with `guardpaint eval gtp --results {self.results}`"
+            )
 
 
 def reinsertion(rows: summary.Rows) -> list[dict[str, Any]]:
@@ -102,10 +100,10 @@ def run(options: FigureOptions) -> Iterator[str]:
 
 def plots(rows: summary.Rows, options: FigureOptions) -> Iterator[Path]:
     """The heat map of changes, and panels of candidates and audits: the whole guard, and the trajectory alone."""
-    grid, suites, bases = changes(rows, options.defence)
+    grid, *_ = figures.changes(rows, options.defence)
     found: dict[str, Any] = {}
     if any(v is not None for line in grid for v in line):
-        found["change"] = figures.change_map(grid, suites, bases, f"change of attack success with {options.defence}")
+        found["change"] = figures.heat_map(rows, options.defence)
     for name, whole in (("size", True), ("size-trajectory", False)):
         if (panels := figures.size_panels(rows, whole)) is not None:
             found[name] = panels
@@ -131,12 +129,24 @@ def sheets(rows: summary.Rows, options: FigureOptions) -> Iterator[Path]:
 
 
 def tables(rows: summary.Rows, options: FigureOptions) -> Iterator[Path]:
-    """The reinsertion table as Markdown and CSV."""
+    """The table of the tournament policy as Markdown, and the reinsertion table as Markdown and CSV."""
+    if options.gtp.is_file():
+        path = options.out / "gtp.md"
+        write_atomic(path, gtp.table(measured(options.gtp)).encode())
+        yield path
     if lines := reinsertion(rows):
         for suffix, text in (("md", table_markdown(lines)), ("csv", table_csv(lines))):
             path = options.out / f"reinsertion.{suffix}"
             write_atomic(path, text.encode())
             yield path
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """The metrics of a results file."""
+    found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
+        raise BadInput(f"{path}: no results file; write it with `guardpaint eval gtp --results {path}`")
+    return dict(found["metrics"])
 
 
 def redrawn(rows: Sequence[EvaluationRow], options: FigureOptions) -> Iterator[tournament_rows.Contest]:
