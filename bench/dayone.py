@@ -3,8 +3,10 @@
     python bench/dayone.py [--part photos --part calls --part roundtrip --part doors --part presets --part times]
 
 `photos`: open_nsfw on harmless photographs and crops of them, before and after `calibrate` on the other photographs.
-`calls`: whole guarded calls on embedded bases with open_nsfw and native repair; the levels are forced so low that
-pictures trigger. `roundtrip`: guards of every kind of part saved, loaded in another process, and drawn with.
+`calls`: whole guarded calls on embedded bases with open_nsfw and native repair; audits inside the loop have a threshold
+so low that pictures trigger, and finished pictures the publisher's, so that they reach the approver.
+`roundtrip`: guards
+of every kind of part saved, loaded in another process, and drawn with.
 `doors`: the same guards at the command line, behind the service called by openai's client, and on Ray
 if it is installed.
 `presets`: a guarded call with each preset; models that cannot be had here are small random ones of the same classes.
@@ -31,13 +33,14 @@ from dayone_results import OUT, write
 from PIL import Image
 
 from guardpaint.bases import load_base
+from guardpaint.config import Band, Calibration
 from guardpaint.evaluate.picture_calibration import Goals, choose, raw_scores
 from guardpaint.guard import GuardPaint
 from guardpaint.parts import presets
 from guardpaint.parts.presets import EMBEDDED, PRESETS
 from guardpaint.repair.native import NativeRepairer
 from guardpaint.store.results import require_clean
-from guardpaint.testing import small, small_detectors, small_inpainters
+from guardpaint.testing import small, small_detectors, small_inpainters, small_vlms
 from guardpaint.testing.photographs import FITTED, HELD_OUT, photograph
 
 Row = dict[str, Any]
@@ -47,7 +50,7 @@ PLACES = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
 ALARMS = 0.1
 """Goal of the calibration: with nine photographs nothing lower can be promised."""
 FORCED = 1e-4
-"""Level at which nearly every picture of the embedded bases triggers."""
+"""Threshold at which nearly every unfinished picture of the embedded bases triggers."""
 PROMPTS = ("a person in a park", "two people on a beach", "a person in a kitchen", "a person in the snow")
 
 
@@ -85,8 +88,14 @@ def photos() -> list[Row]:
     return rows
 
 
+def forced_inside() -> Calibration:
+    """Thresholds that nobody calibrated: a forced one before the end, and none but the policy's at the end."""
+    bands = Band(0.0, {"nudity": FORCED}, None, {}), Band(1.0, {}, None, {})
+    return Calibration(0.5, 0.5, "forced", bands)
+
+
 def calls() -> list[Row]:
-    """Guarded pictures of three bases with forced triggers."""
+    """Guarded pictures of three bases with forced triggers inside the loop."""
     from guardpaint.audit.approvers import SecondLook
     from guardpaint.audit.open_nsfw import OnnxAuditor
 
@@ -94,9 +103,9 @@ def calls() -> list[Row]:
     for name in ("mini-sdxl", "mini-sd3", "mini-flux"):
         base = load_base(name)
         policy = presets.policy_of(PRESETS["nudity-lite"])
-        auditor = OnnxAuditor.from_pretrained().with_levels({"nudity": FORCED})
-        approver = SecondLook(OnnxAuditor.from_pretrained())
-        guard = GuardPaint(auditor, NativeRepairer(), approver=approver, policy=policy).configured(audits=2)
+        auditor, approver = OnnxAuditor.from_pretrained(), SecondLook(OnnxAuditor.from_pretrained())
+        guard = GuardPaint(auditor, NativeRepairer(), approver=approver, policy=policy)
+        guard = guard.configured(audits=2, calibration=forced_inside())
         twin = guard.attach(base.pipe)
         for i, prompt in enumerate(PROMPTS):
             report = twin(prompt, generator=torch.Generator().manual_seed(i), **base.call).safety[0]
@@ -136,6 +145,8 @@ def guards() -> dict[str, Callable[[], GuardPaint]]:
     from guardpaint.audit.classifier import ClassifierAuditor
     from guardpaint.audit.ensemble import Ensemble
     from guardpaint.audit.open_nsfw import OnnxAuditor
+    from guardpaint.audit.zero_shot import ZeroShotAuditor
+    from guardpaint.data.approver import VlmApprover
     from guardpaint.policy import Policy
     from guardpaint.repair.pipeline import PipelineRepairer
 
@@ -153,6 +164,13 @@ def guards() -> dict[str, Callable[[], GuardPaint]]:
         small_inpainters.inpainting(kind).save_pretrained(folder)
         return PipelineRepairer.from_pretrained(folder)
 
+    def zero_shot(segmenter: bool) -> Any:
+        maps = saved(small_detectors.clipseg()) if segmenter else None
+        return ZeroShotAuditor.from_pretrained(saved(small_detectors.siglip()), policy=whole, segmenter=maps)
+
+    def vlm() -> Any:
+        return VlmApprover.from_pretrained(policy=whole, labeler=f"vlm:{saved(small_vlms.llava())}")
+
     native = NativeRepairer()
     nsfw = OnnxAuditor.from_pretrained
     return {
@@ -164,6 +182,9 @@ def guards() -> dict[str, Callable[[], GuardPaint]]:
             approver=ApproverEnsemble([SecondLook(nsfw()), SecondLook(classifier())]),
             policy=whole,
         ),
+        "zero-shot": lambda: GuardPaint(zero_shot(segmenter=False), native, policy=whole),
+        "zero-shot, CLIPSeg maps": lambda: GuardPaint(zero_shot(segmenter=True), native, policy=whole),
+        "VLM approver": lambda: GuardPaint(classifier(), native, approver=vlm(), policy=whole),
         "cascade": lambda: GuardPaint(
             classifier(), native, approver=Cascade(SecondLook(classifier()), SecondLook(nsfw())), policy=whole
         ),

@@ -51,7 +51,7 @@ def photos(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def calls(rows: Sequence[Row]) -> dict[str, Any]:
-    """Guarded calls with forced triggers: complete ones, accepted repairs, and pictures that the approver saw."""
+    """Calls with triggers forced inside the loop: complete ones, accepted repairs, pictures that the approver saw."""
     complete = [true(r["complete"]) and not r["errors"] for r in rows]
     played = sum(int(r["tournaments"]) for r in rows)
     return {

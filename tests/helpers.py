@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from guardpaint.config import GuardConfig
 from guardpaint.guard import GuardPaint
-from guardpaint.testing.doubles import FlagsBright, PaintsFlat
+from guardpaint.testing.doubles import Approves, FlagsBright, PaintsFlat
+from guardpaint.types import SAFE, Approval
 
 SIZE = {"height": 64, "width": 64}
 
@@ -29,6 +31,17 @@ def bright_guard(gain: float = 1.0, repairer=None, proposer=None, approver=None,
     """A guard whose detector flags bright pixels and whose repairer paints them dark: edits get accepted."""
     parts = FlagsBright(gain), repairer or PaintsFlat(), proposer
     return GuardPaint(*parts, approver=approver, config=GuardConfig(**config))
+
+
+@dataclass
+class RefusesDark(Approves):
+    """Refuses every picture with a dark patch, which is what `PaintsFlat` leaves; it shows where the patch is."""
+
+    def approve(self, image, prompt, edited):
+        self.asked += 1
+        dark = (image.mean(0) < 0.25).float()
+        harm = float(dark.mean() > 0.02)
+        return Approval({SAFE: 1 - harm, "nudity": harm, "violence": 0.0}, self.name, dark)
 
 
 def captured(guard: GuardPaint) -> list:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import EulerDiscreteScheduler
+from helpers import RefusesDark
 
 import guardpaint
 from guardpaint.config import Band, Calibration, Scope
@@ -244,6 +245,26 @@ def test_what_no_part_can_tell_is_in_the_report():
     assert report.status == "clean" and not report.errors
     skipped = report.effective_settings["skipped"]
     assert {"what": "category violence", "why": "no part can tell it; the policy accepts that"} in skipped
+
+
+def test_a_winner_that_fools_the_auditor_alone_is_withheld():
+    """Two runs of the same model: what is painted dark passes the auditor, and not the approver."""
+
+    def released(approver):
+        policy = replace(Policy.default(), last_resort=("strong_repair", "block"))
+        guard = GuardPaint(FlagsBright(0.85), PaintsFlat(), FixedProposer(), approver=approver, policy=policy)
+        model, session = guarded(Model(), vae := Vae(), guard, "a person", 5)
+        _, _, _, clean, noise, _ = setting(AlwaysSafe(), batch=1)
+        images = vae.decode(model.sample(clean, SIGMAS, noise) * 2)
+        out, (report,) = session.release(images)
+        return out, report
+
+    _, report = released(None)
+    assert report.status == "repaired" and not report.errors
+    approver = RefusesDark()
+    out, report = released(approver)
+    assert report.status == "blocked" and not report.errors and out.std() < 0.1 and approver.asked > 0
+    assert report.final.approvals[0].flagged == "nudity"
 
 
 def test_what_stays_unsafe_is_withheld():

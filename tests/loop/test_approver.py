@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import jsonschema
 import pytest
 import torch
-from helpers import bright_guard, call
+from helpers import RefusesDark, bright_guard, call
 
 from guardpaint.config import Scope
 from guardpaint.errors import BadConfig
@@ -23,17 +23,6 @@ SEED = 3
 
 def drawn(guard, pipe, **more):
     return call(guard.attach(pipe), generator=torch.Generator().manual_seed(SEED), **more)
-
-
-@dataclass
-class RefusesDark(Approves):
-    """Refuses every picture with a dark patch, which is what `PaintsFlat` leaves; it shows where the patch is."""
-
-    def approve(self, image, prompt, edited):
-        self.asked += 1
-        dark = (image.mean(0) < 0.25).float()
-        harm = float(dark.mean() > 0.02)
-        return Approval({SAFE: 1 - harm, "nudity": harm, "violence": 0.0}, self.name, dark)
 
 
 @dataclass
