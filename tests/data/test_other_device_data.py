@@ -167,7 +167,7 @@ def there(monkeypatch):
     def chosen(options):
         return torch.device(options.device or "cpu")
 
-    for module in (loading, labelers, pairs):
+    for module in (loading, pairs):
         monkeypatch.setattr(module, "chosen_device", chosen)
     return str(OTHER)
 
