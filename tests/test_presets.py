@@ -36,7 +36,9 @@ def repositories(tmp_path_factory):
     }
     found = {model.repo: small_detectors.saved(pair, place / model.repo) for model, pair in pairs.items()}
     found[presets.SDXL_INPAINTING.repo] = place / "sdxl"
-    small_inpainters.inpainting("sdxl").save_pretrained(place / "sdxl")
+    sdxl = small_inpainters.inpainting("sdxl")
+    sdxl.save_pretrained(place / "sdxl")
+    found[presets.LCM_SDXL.repo] = small_inpainters.random_lora(sdxl, place / "lcm")
     for family, model in presets.TAESD.items():
         found[model.repo] = place / model.repo
         small.tiny_decoder(small.LATENT_CHANNELS[family]).save_pretrained(found[model.repo])
@@ -54,7 +56,11 @@ def hub(repositories, monkeypatch):
         asked.append((repo, revision))
         return str(repositories[repo])
 
+    def one(repo, file, revision=None, **more):
+        return str(repositories[repo] / file)
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
     return asked
 
 
@@ -67,7 +73,7 @@ def test_the_embedded_guard_is_refused_on_a_foreign_base_by_its_preset_s_name_to
         GuardPaint.from_preset("dolls", decoders={})
 
 
-@pytest.mark.parametrize("name", ["zero-shot", "zero-shot-sdxl"])
+@pytest.mark.parametrize("name", ["zero-shot", "zero-shot-sdxl", "zero-shot-sdxl-fast"])
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_two_lines_guard_a_pipeline(hub, name, family):
     guard = GuardPaint.from_preset(name)
@@ -79,6 +85,12 @@ def test_two_lines_guard_a_pipeline(hub, name, family):
     assert settings["auditor"] == "ZeroShotAuditor" and settings["approver"] and not settings["uncovered"]
     wanted = {(m.repo, m.revision) for m in PRESETS[name].downloads().values()}
     assert set(hub) == wanted
+
+
+def test_the_fast_preset_repairs_in_four_steps_without_guidance(hub):
+    repairer = GuardPaint.from_preset("zero-shot-sdxl-fast").parts.repairer
+    assert repairer.settings.rungs == 4 and repairer.settings.fixed_guidance == 1.0
+    assert type(repairer.scheduler).__name__ == "LCMScheduler" and repairer.settings.crop == 0.5
 
 
 def test_a_preset_is_saved_and_loaded_like_any_guard(hub, tmp_path):

@@ -72,6 +72,10 @@ def described(preset: Any) -> dict[str, Any]:
     }
 
 
+MARKS = ("config.json", "model_index.json", "pytorch_lora_weights.safetensors")
+"""A file that shows that a model is in the cache: of a model, a pipeline, an adapter."""
+
+
 def readiness(name: str) -> list[dict[str, Any]]:
     """What `doctor` says of a preset: each package and model that it needs, and whether it is there."""
     from huggingface_hub import try_to_load_from_cache
@@ -85,9 +89,8 @@ def readiness(name: str) -> list[dict[str, Any]]:
         for module, how in chosen.packages.items()
     ]
     for use, model in chosen.downloads().items():
-        found = try_to_load_from_cache(model.repo, "config.json", revision=model.revision) or try_to_load_from_cache(
-            model.repo, "model_index.json", revision=model.revision
-        )
+        files = (try_to_load_from_cache(model.repo, file, revision=model.revision) for file in MARKS)
+        found = next((f for f in files if f), None)
         absent = absent_files(Path(found).parent) if isinstance(found, str) else []
         how = f"would be downloaded: about {model.about_mb} MB, {model.licence}"
         if absent:

@@ -101,6 +101,12 @@ def zero_shot_sdxl(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
     return {**zero_shot(open_, models), "repairer": open_("repairer", "pipeline", models["repairer"], crop=0.5)}
 
 
+def zero_shot_sdxl_fast(open_: Open, models: Mapping[str, Model]) -> dict[str, Any]:
+    adapter = {"path": models["few steps"].source, "scheduler": "LCMScheduler"}
+    repairer = open_("repairer", "pipeline", models["repairer"], crop=0.5, adapter=adapter)
+    return {**zero_shot(open_, models), "repairer": repairer}
+
+
 NSFW_SIDE, SIGLIP_SIDE = 256, 384
 """Sides in pixels of the pictures that the auditors were trained on, which are those of their tiles."""
 
@@ -118,6 +124,7 @@ SIGLIP = Model("google/siglip-base-patch16-384", "main", 810, "Apache-2.0")
 CLIPSEG = Model("CIDAS/clipseg-rd64-refined", "main", 600, "Apache-2.0")
 FALCONSAI = Model("Falconsai/nsfw_image_detection", "main", 340, "Apache-2.0")
 SDXL_INPAINTING = Model("diffusers/stable-diffusion-xl-1.0-inpainting-0.1", "main", 7000, "OpenRAIL++-M")
+LCM_SDXL = Model("latent-consistency/lcm-lora-sdxl", "main", 394, "OpenRAIL++-M")
 TAESD = {family: Model(repo, "main", 10, "MIT") for family, repo in TINY_DECODERS.items()}
 PUBLIC = {"auditor": SIGLIP, "heat maps": CLIPSEG, "approver": FALCONSAI}
 SEEN = {
@@ -185,6 +192,18 @@ PRESETS: dict[str, Preset] = {
             config=tiled(SIGLIP_SIDE),
             build=zero_shot_sdxl,
             note=UNCALIBRATED,
+        ),
+        Preset(
+            "zero-shot-sdxl-fast",
+            "the same with cheap repairs: an LCM adapter for four steps without guidance, regions together",
+            SEEN,
+            RANDOM,
+            {**PUBLIC, "repairer": SDXL_INPAINTING, "few steps": LCM_SDXL},
+            TAESD,
+            policy="zero-shot.yaml",
+            config={**tiled(SIGLIP_SIDE), "regions_together": "on"},
+            build=zero_shot_sdxl_fast,
+            note=f"{UNCALIBRATED}; waves stay off until `guardpaint calibrate-waves` has found their limit",
         ),
         Preset(
             "paper",
