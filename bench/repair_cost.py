@@ -261,12 +261,15 @@ def first(rows: list[dict[str, Any]], row: dict[str, Any]) -> float:
 
 
 def metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All metrics of the rows, which must be of one revision."""
-    revisions = {r["git"] for r in rows}
-    if len(revisions) > 1:
-        raise SystemExit(f"rows of several revisions: {', '.join(sorted(revisions))}; begin a new --out")
-    found = [f([r for r in rows if r["part"] == p]) for p, f in PARTS.items() if any(r["part"] == p for r in rows)]
-    return {name: m for part in found for name, m in part.items()}
+    """All metrics of the rows; those of one part must be of one revision."""
+    found: dict[str, Any] = {}
+    for part, summary in PARTS.items():
+        own = [r for r in rows if r["part"] == part]
+        revisions = sorted({str(r["git"]) for r in own})
+        if len(revisions) > 1:
+            raise SystemExit(f"rows of {part} are of several revisions: {', '.join(revisions)}; begin a new --out")
+        found |= summary(own) if own else {}
+    return found
 
 
 PARTS = {"safety": safety_metrics, "times": time_metrics, "scaling": scaling_metrics}

@@ -16,6 +16,7 @@ from typing import Any
 import flops
 import torch
 
+from guardpaint.draft.codec import ViewDecoder
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.ladder import count_steps
 from guardpaint.store import results
@@ -79,11 +80,11 @@ def measure(
     few = Inpainter(inpainter.pipe, inpainter.tiny, steps=EVALUATIONS, guidance=1.0)
     picture = torch.rand(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
     z, text = torch.randn(1, 9, 64, 64), torch.randn(1, 77, 768)
-    decoder = few.tiny
+    decoder = ViewDecoder(few.tiny, few.pipe.vae, few.factor, few.device)
     parts = Parts(
         time("tournament: encoding a view", lambda: few.encoded(picture), 5),
         time("tournament: one evaluation", lambda: few.pipe.unet(z, 500, encoder_hidden_states=text), 5),
-        time("tournament: one tiny decode", lambda: decoder.decode(z[:, :4]), 5),
+        time("tournament: one tiny decode", lambda: decoder.full(z[:, :4]), 5),
     )
     one, five = request(few, (DEPTH,)), request(few, FIVE)
     first = time(f"tournament: first wave of one, depth {DEPTH}", lambda: few.candidates(fresh(one)), 5)
