@@ -22,7 +22,8 @@ RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 REQUIRED = {
     "bench": (
         "benign_audit_vs_step benign_audit_fine_vs_step benign_overhead_fraction stock_checker_vs_step "
-        "sld_overhead_fraction tournament_n5_vs_n1 tournament_vs_generation import_seconds_light"
+        "sld_overhead_fraction tournament_all_five_vs_generation tournament_vs_generation tournament_peak_gib "
+        "cost_model_explained import_seconds_light"
     ),
     "views": "view_vs_step glance_vs_step "
     + " ".join(
@@ -30,6 +31,10 @@ REQUIRED = {
         for family in ("sd", "sdxl", "sd3", "flux")
         for side in (512, 1024)
         for kind in ("glance", "view", "full")
+    ),
+    "repairs": (
+        "safety.attack_success.change safety.whole.change times.fast.mini-sd times.fast.mini-flux "
+        "times.fast.mini-sd3-turbo waves.ended_after_first scaling.few.n7"
     ),
     "redteam": (
         "attempts as_expected leaks.size128 leaks.size192 leaks.size_native soak.requests soak.lost_records "
