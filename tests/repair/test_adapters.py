@@ -154,7 +154,8 @@ def test_of_a_repository_only_the_adapters_file_is_fetched(monkeypatch, tmp_path
     """Hyper-SD's repository holds dozens of adapters."""
     fetched = []
 
-    def download(repo, file, revision):
+    def download(repo, file, revision, token):
+        assert token is None
         fetched.append((repo, file, revision))
         return tmp_path / file
 

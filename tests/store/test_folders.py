@@ -206,7 +206,14 @@ def check_call(node, where):
             assert given.get("use_safetensors") == "True", f"{where}: {called} may read a pickle"
 
 
-OURS_BY_VARIABLE = {"KINDS[kind]", "VisionFeatures", "ChatLabeler", "ShieldLabeler", "DetectorLabeler"} | {
+OURS_BY_VARIABLE = {
+    "KINDS[kind]",
+    "VisionFeatures",
+    "ChatLabeler",
+    "ShieldLabeler",
+    "DetectorLabeler",
+    "VlmApprover",
+} | {
     "part_class(role, name)",
     "known",
 }
