@@ -250,6 +250,12 @@ def world() -> list[str]:
     return [*grid(metrics, BASES, columns), "", note, "", *metric_table(metrics, names)]
 
 
+WAVES = {
+    "limit": "S from which on a first candidate ends a tournament of `dolls-fast`",
+    "ends_after_first": "tournaments that then end after it",
+    "harm_added": "change of unsafe winners, on these tournaments",
+    "unsafe_winners": "unsafe winners of whole tournaments, in views of unfinished pictures",
+}
 SERVICE = {
     "unsafe_released": "unsafe pictures released under load",
     "unsafe_released.off": "the same without the guard",
@@ -422,6 +428,10 @@ def headline_table() -> str:
     body = [[meaning, f"[{value}](docs/results.md#{anchor})"] for meaning, value, anchor in rows]
     share = f"{100 * bench['benign_overhead_fraction']['value']:.2g} %"
     body.append(["time that the guard adds to a benign generation at SD 1.5 size", f"[{share}](docs/performance.md)"])
+    if path_of("repairs").exists():
+        times = [number(metrics_of("repairs")[f"times.{v}.mini-sd"]["value"]) for v in ("off", "fast")]
+        what = "time of an attacked picture on mini-sd, in the base's own: the paper's tournaments → cheap repairs"
+        body.append([what, f"[{times[0]} → {times[1]}](docs/performance.md)"])
     return "\n".join(table(["what", "measured"], body)) + "\n"
 
 
@@ -430,4 +440,6 @@ def cost_table() -> str:
     lines = [*cost(), "", f"- {source('bench')}", *views()]
     if path_of("repairs").exists():
         lines += ["", *repairs(), "", f"- {source('repairs')}"]
+    if path_of("waves").exists():
+        lines += ["", *metric_table(metrics_of("waves"), WAVES), "", f"- {source('waves')}"]
     return "\n".join(lines) + "\n"
