@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from dayone_doors import doors
@@ -224,13 +225,20 @@ def preset_calls() -> list[Row]:
             ),
             presets.SDXL_INPAINTING.repo: Path(place) / "sdxl",
         }
-        small_inpainters.inpainting("sdxl").save_pretrained(Path(place) / "sdxl")
+        sdxl = small_inpainters.inpainting("sdxl")
+        sdxl.save_pretrained(Path(place) / "sdxl")
+        folders[presets.LCM_SDXL.repo] = small_inpainters.random_lora(sdxl, Path(place) / "lcm")
         for family, model in presets.TAESD.items():
             folders[model.repo] = Path(place) / model.repo
             small.tiny_decoder(small.LATENT_CHANNELS[family]).save_pretrained(folders[model.repo])
-        real = huggingface_hub.snapshot_download
-        huggingface_hub.snapshot_download = lambda repo, revision=None, **more: str(folders[repo])
-        try:
+        snapshot, one = (
+            (lambda repo, **more: str(folders[repo])),
+            (lambda repo, file, **more: str(folders[repo] / file)),
+        )
+        with (
+            patch.object(huggingface_hub, "snapshot_download", snapshot),
+            patch.object(huggingface_hub, "hf_hub_download", one),
+        ):
             rows = []
             for name, preset in PRESETS.items():
                 ok, error = False, preset.note
@@ -245,8 +253,6 @@ def preset_calls() -> list[Row]:
                     ok, error = report.final.verdict != "none" and not report.errors, "; ".join(report.errors)
                 rows.append({"preset": name, "verified": preset.verified, "ok": ok, "error": error})
                 print(rows[-1], flush=True)
-        finally:
-            huggingface_hub.snapshot_download = real
     return rows
 
 
