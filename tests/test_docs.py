@@ -49,7 +49,7 @@ REQUIRED = {
     ),
     "dayone": (
         "false_alarm.photos false_alarm.photos_calibrated audit_vs_stock_checker half_precision_families_ok "
-        "parts_roundtrip_ok presets.dolls.verified presets.nudity-lite.verified presets.zero-shot.verified"
+        "parts_roundtrip_ok presets.dolls.verified presets.dolls-fast.verified presets.nudity-lite.verified presets.zero-shot.verified"
     ),
 }
 """Metrics that readers of a results file count on."""
