@@ -22,6 +22,7 @@ from guardpaint.loop.report import report_schema
 from guardpaint.policy import Policy
 from guardpaint.repair.inpainter import Inpainter
 from guardpaint.repair.knobs import FixedProposer
+from guardpaint.repair.ranker import Ranker
 from guardpaint.serve.disclosure import tournament_for_owner
 from guardpaint.testing import small
 from guardpaint.testing.doubles import FlagsBright
@@ -159,7 +160,8 @@ class TwoLamps(FlagsBright):
 
 
 def lamps(pipe, repairer, **config):
-    guard = GuardPaint(TwoLamps(1.6), repairer, FixedProposer(), policy=replace(BLOCK, trigger=0.15))
+    ranker = Ranker() if config.get("keep") else None
+    guard = GuardPaint(TwoLamps(1.6), repairer, FixedProposer(), ranker=ranker, policy=replace(BLOCK, trigger=0.15))
     guard = guard.configured(
         f_gate="off", p_gate="off", mask_threshold="calibrated", mask_level=0.05, regions=2, **config
     )
@@ -233,6 +235,13 @@ def test_waves_of_regions_decide_anew_with_all_that_is_painted(sd_pipe):
     assert [(t.region, t.winner) for t in first.tournaments] == [(t.region, t.winner) for t in second.tournaments]
     assert [t.waves for t in second.tournaments if t.region in "12"] == [[1, 2, 2]] * 2
     assert first.cost["candidates"] == second.cost["candidates"]
+
+
+def test_with_a_ranker_regions_go_in_turn_and_the_report_says_so(sd_pipe):
+    report = lamps(sd_pipe, Together(), regions_together="on", keep=3)
+    assert any("in turn, because `keep`" in note for s in report.steps for note in s.notes)
+    quiet = lamps(sd_pipe, Together(), regions_together="on")
+    assert not any("in turn" in note for s in quiet.steps for note in s.notes)
 
 
 def test_what_is_tried_on_all_regions_counts_as_painted_once(sd_pipe):

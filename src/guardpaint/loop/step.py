@@ -104,7 +104,10 @@ def repair(context: StepContext, audit: Audit, finding: Finding, plan: RepairPla
     start = Repair(control, torch.zeros(control.shape[-2:]), audit)
     turn = Turn(context, finding.category, plan, start)
     config = context.parts.config
-    if config.regions_together == "on" and len(regions) > 1 and not (plan.prune and config.keep):
+    together, pruned = config.regions_together == "on" and len(regions) > 1, plan.prune and config.keep > 0
+    if together and pruned:
+        writer.note("regions are repaired in turn, because `keep` prunes candidates one tournament at a time")
+    if together and not pruned:
         accepted = yield from regions_together(turn, regions)
     else:
         accepted = yield from regions_in_turn(turn, regions)
